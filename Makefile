@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything a person types. `make help` lists it; CMakePresets.json holds the builds behind it.
+PYTHON ?= python3
+
+venv := .venv/bin
+nvcc := $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+cpp_files = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc' '*.cu' '*.cuh'))
+build = cmake --preset $(1) && cmake --build --preset $(1)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL: # ninja already uses all cores
+.PHONY: help run bench test gpu-test lint format tidy clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+run: build/.packages ## build the tool and show what it does
+	$(call build,release) --target winnow_tool
+	build/release/winnow run
+
+bench: build/.packages ## build the tool and time the operators
+	$(call build,release) --target winnow_tool
+	build/release/winnow bench
+
+test: build/.packages .venv/.installed ## build with and without sanitizers, run all tests
+	$(call build,dev)
+	$(call build,release)
+ifeq ($(wildcard src/cuda/*.cu),)
+else ifeq ($(nvcc),)
+	@echo "note: no nvcc here, the CUDA kernels are not compiled"
+else
+	CUDACXX=$(nvcc) $(call build,cuda)
+endif
+	$(venv)/python scripts/test.py dev release
+
+gpu-test: build/.packages .venv/.installed ## build with CUDA, run all tests on this machine's GPU
+	CUDACXX=$(nvcc) $(call build,cuda)
+	$(venv)/python scripts/test.py cuda
+
+lint: .venv/.installed ## check format, style and layers
+	@$(venv)/clang-format --dry-run -Werror $(cpp_files)
+	$(venv)/ruff check
+	$(venv)/ruff format --check
+	$(venv)/python scripts/check_includes.py
+
+format: .venv/.installed ## format all files
+	@$(venv)/clang-format -i $(cpp_files)
+	$(venv)/ruff check --fix
+	$(venv)/ruff format
+
+tidy: build/.packages .venv/.installed ## run clang-tidy on the library
+	cmake --preset release
+	git ls-files 'src/*.cc' ':!src/cuda' | \
+	  xargs -r -n 1 -P $$(nproc) $(venv)/clang-tidy -p build/release --quiet
+
+clean: ## remove all builds; .venv stays
+	rm -rf build
+
+# Set-up. The stamps keep a second call from doing it again.
+build/.packages: scripts/setup.sh
+	scripts/setup.sh packages
+	@mkdir -p build && touch $@
+
+.venv/.installed: requirements.txt scripts/setup.sh | build/.packages
+	scripts/setup.sh venv $(PYTHON)
+	@touch $@

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// index_target, index_loss, dense_index_loss: training the indexer against the attention that it
+// serves.
+#pragma once
+
+#include "winnow/execution.h"
+#include "winnow/tensor.h"
+
+namespace winnow {
+
+/// target[t,j] = sum_h p[t,h,j], the p of sparse_attention with the lse of that call; 0 in slots
+/// without a key. Not normalised, so that tensor-parallel ranks may add theirs first. The key of a
+/// slot is kv[key_offset + indices[t,j]], for indices >= 0 before lengths[t].
+struct IndexTarget {
+  Tensor q;                     // [tokens, heads, qk_dim]  bf16 | f16 | f32 | f64 (reference)
+  Tensor kv;                    // [keys, qk_dim]           as q
+  Tensor indices;               // [tokens, topk]           i32
+  Tensor lengths;               // [tokens]                 i32, optional
+  Tensor sink;                  // [heads]                  f32 (f64 with f64), optional
+  Tensor lse;                   // [tokens, heads]          as sink
+  Tensor target;                // [tokens, topk]           as sink, out
+  float scale = 0;              // as given to sparse_attention; it has no default here
+  std::int32_t key_offset = 0;  // where the indexer's keys begin in kv
+};
+
+/// loss[t] = KL(target[t] / sum_j target[t,j]  ||  softmax(scores[t])) and its gradient, both over
+/// the valid slots: index >= 0, before lengths, score not -inf. Fewer than two of them, or a target
+/// sum of 0: loss and gradient 0.
+struct IndexLoss {
+  Tensor indices;   // [tokens, topk]  i32
+  Tensor lengths;   // [tokens]        i32, optional
+  Tensor scores;    // [tokens, topk]  f32 | f64 (reference)
+  Tensor target;    // [tokens, topk]  as scores
+  Tensor loss;      // [tokens]        as scores, out
+  Tensor d_scores;  // [tokens, topk]  as scores, out: softmax(scores) - normalised target; 0 in
+                    // other slots
+};
+
+/// The warm-up form: the same KL over the whole window of every row, between attention over that
+/// window and the indexer's scores (as in index_topk) for it. Index key s stands at kv[key_offset +
+/// s].
+struct DenseIndexLossForward {
+  Tensor q;        // [tokens, heads, qk_dim]           bf16 | f16 | f32 | f64 (reference)
+  Tensor kv;       // [keys, qk_dim]                    as q
+  Tensor sink;     // [heads]                           f32 (f64 with f64), optional
+  Tensor index_q;  // [tokens, index_heads, index_dim]  as q
+  Tensor index_k;  // [index_keys, index_dim]           as q
+  Tensor weights;  // [tokens, index_heads]             as sink
+  Tensor begin;    // [tokens]                          i32
+  Tensor end;      // [tokens]                          i32
+  Tensor loss;     // [tokens]                          as sink, out
+  Tensor lse;  // [tokens, heads]                   as sink, out: of attention over the window, keys
+               // only
+  float scale = 0;  // it has no default here
+  std::int32_t key_offset = 0;
+};
+
+/// Gradients of sum_t d_loss[t] * loss[t]. Attention itself gets none.
+struct DenseIndexLossBackward {
+  Tensor q;          // [tokens, heads, qk_dim]  as in forward
+  Tensor kv;         // [keys, qk_dim]
+  Tensor sink;       // [heads]
+  Tensor index_q;    // [tokens, index_heads, index_dim]
+  Tensor index_k;    // [index_keys, index_dim]
+  Tensor weights;    // [tokens, index_heads]
+  Tensor begin;      // [tokens]
+  Tensor end;        // [tokens]
+  Tensor lse;        // [tokens, heads]
+  Tensor d_loss;     // [tokens]                          as lse
+  Tensor d_index_q;  // [tokens, index_heads, index_dim]  as index_q, out
+  Tensor d_weights;  // [tokens, index_heads]             as weights, out
+  Tensor d_index_k;  // [index_keys, index_dim]           as lse: added to; as index_k (bf16, f16):
+                     // overwritten, rounded once
+  float scale = 0;
+  std::int32_t key_offset = 0;
+};
+
+void index_target(const IndexTarget& args, const Execution& execution = {});
+void index_loss(const IndexLoss& args, const Execution& execution = {});
+void dense_index_loss_forward(const DenseIndexLossForward& args, const Execution& execution = {});
+void dense_index_loss_backward(const DenseIndexLossBackward& args, const Execution& execution = {});
+std::size_t workspace_bytes(const IndexTarget& args, const Execution& execution = {});
+std::size_t workspace_bytes(const IndexLoss& args, const Execution& execution = {});
+std::size_t workspace_bytes(const DenseIndexLossForward& args, const Execution& execution = {});
+std::size_t workspace_bytes(const DenseIndexLossBackward& args, const Execution& execution = {});
+std::string why_not(const IndexTarget& args, const Execution& execution = {});
+std::string why_not(const IndexLoss& args, const Execution& execution = {});
+std::string why_not(const DenseIndexLossForward& args, const Execution& execution = {});
+std::string why_not(const DenseIndexLossBackward& args, const Execution& execution = {});
+
+}  // namespace winnow

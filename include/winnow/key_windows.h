@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// key_windows: packed documents -> the keys [begin, end) that every query row may see.
+#pragma once
+
+#include "winnow/execution.h"
+#include "winnow/tensor.h"
+
+namespace winnow {
+
+/// What a padding row (a slot of a document behind its real tokens) sees.
+enum class PaddingRows : std::int32_t {
+  empty,        // nothing
+  see_document  // its whole real document and at least one key, as Automodel does
+};
+
+/// Documents stand one after another: document i holds the rows from cu_seqlens_padded[i], of which
+/// the first cu_seqlens[i + 1] - cu_seqlens[i] are real. For a row t at position p of a document
+/// that begins at row b:
+///   ratio 1:  begin = b,  end = b + min(p + 1, real length)
+///   ratio r:  keys are pools of r rows; every document owns floor(real length / r) of them, one
+///   document's after
+///             another's; b is the first of the own document;  begin = b,  end = b + floor(min(p +
+///             1, real length) / r)
+/// A padding row has end = begin, or with see_document the formula above (ratio 1: at least begin +
+/// 1). A row past the last document, or a query row of -1: begin = end = 0.
+struct KeyWindows {
+  Tensor cu_seqlens;         // [documents + 1]  i32, cumulated real lengths, from 0
+  Tensor cu_seqlens_padded;  // [documents + 1]  i32, cumulated slots with padding; absent: the same
+  Tensor query_rows;  // [tokens]         i32, global row of each query, or -1; absent: 0, 1, 2, ...
+  std::int32_t ratio = 1;
+  PaddingRows padding_rows = PaddingRows::empty;
+  Tensor begin;  // [tokens]  i32, out
+  Tensor end;    // [tokens]  i32, out
+};
+
+void key_windows(const KeyWindows& args, const Execution& execution = {});
+std::size_t workspace_bytes(const KeyWindows& args, const Execution& execution = {});
+std::string why_not(const KeyWindows& args, const Execution& execution = {});
+
+}  // namespace winnow

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// quantize_fp8: rows to e4m3 with one scale each, as index_topk takes them.
+#pragma once
+
+#include "winnow/execution.h"
+#include "winnow/tensor.h"
+
+namespace winnow {
+
+/// For every row (the last dimension): amax = max(largest finite |x|, 1e-4), scale = amax / 448, or
+/// the smallest power of two that is no smaller; values = x / scale in fp32, rounded to nearest
+/// even; +-inf becomes +-448, NaN stays NaN.
+struct QuantizeFp8 {
+  Tensor x;       // [rows, dim] or [tokens, heads, dim]  bf16 | f16 | f32
+  Tensor values;  // as x                                 f8_e4m3, out
+  Tensor scale;   // x without its last dimension         f32, out
+  bool power_of_two = false;
+};
+
+void quantize_fp8(const QuantizeFp8& args, const Execution& execution = {});
+std::size_t workspace_bytes(const QuantizeFp8& args, const Execution& execution = {});
+std::string why_not(const QuantizeFp8& args, const Execution& execution = {});
+
+}  // namespace winnow

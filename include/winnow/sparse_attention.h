@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// sparse_attention: attention over chosen key rows; latent MLA, and MQA with a sink.
+#pragma once
+
+#include "winnow/execution.h"
+#include "winnow/tensor.h"
+
+namespace winnow {
+
+/// With i_j the valid entries of indices[t] (inside [0, keys) and before lengths[t]; a key that
+/// stands twice counts twice):
+///   s_j = scale * q[t,h] . kv[i_j]
+///   lse = log sum_j exp(s_j)
+///   p_j = exp(s_j) / (sum_j exp(s_j) + exp(sink[h]))
+///   out[t,h] = sum_j p_j * kv[i_j][:v_dim]
+/// A row without keys: out 0, lse and max_logits -inf.
+/// Every tensor but sink may carry one more leading dimension, the batch: each slice has its own
+/// kv.
+struct SparseAttentionForward {
+  Tensor q;           // [tokens, heads, qk_dim]  bf16 | f16 | f32 | f64 (reference)
+  Tensor kv;          // [keys, qk_dim]           as q; values are the first v_dim channels
+  Tensor indices;     // [tokens, topk]           i32
+  Tensor lengths;     // [tokens]                 i32, optional: slots that count
+  Tensor sink;        // [heads]                  f32 (f64 with f64), optional; -inf: no sink
+  Tensor out;         // [tokens, heads, v_dim]   as q, out
+  Tensor lse;         // [tokens, heads]          as sink, out; natural log, keys only
+  Tensor max_logits;  // [tokens, heads]          as sink, out, optional: the largest s_j
+  float scale = 0;    // 0: 1 / sqrt(qk_dim) where v_dim = qk_dim; otherwise it must be given
+};
+
+/// With L = log(exp(lse) + exp(sink[h])), p_j = exp(s_j - L), delta = out[t,h] . d_out[t,h]:
+///   dS_j = p_j * (d_out[t,h] . kv[i_j][:v_dim] - delta) + exp(s_j - lse) * d_lse[t,h]
+///   d_q[t,h]           = scale * sum_j dS_j * kv[i_j]
+///   d_kv[i_j]         += scale * sum_h dS_j * q[t,h]
+///   d_kv[i_j][:v_dim] += sum_h p_j * d_out[t,h]
+///   d_sink[h]         -= sum_t delta * exp(sink[h] - L)
+/// A row without keys has no part in any of them, whatever d_out and d_lse hold.
+struct SparseAttentionBackward {
+  Tensor q;        // [tokens, heads, qk_dim]  as in forward
+  Tensor kv;       // [keys, qk_dim]
+  Tensor indices;  // [tokens, topk]
+  Tensor lengths;  // [tokens]
+  Tensor sink;     // [heads]
+  Tensor out;      // [tokens, heads, v_dim]
+  Tensor lse;      // [tokens, heads]
+  Tensor d_out;    // [tokens, heads, v_dim]   as q
+  Tensor d_lse;    // [tokens, heads]          as lse, optional
+  Tensor d_q;      // [tokens, heads, qk_dim]  as q, out
+  Tensor d_kv;  // [keys, qk_dim]           as lse: added to; as q (bf16, f16): overwritten, rounded
+                // once
+  Tensor d_sink;  // [heads]                  as sink, added to, optional
+  float scale = 0;
+  std::int32_t max_heads_per_pass = 0;  // 0: all at once
+};
+
+void sparse_attention_forward(const SparseAttentionForward& args, const Execution& execution = {});
+void sparse_attention_backward(const SparseAttentionBackward& args,
+                               const Execution& execution = {});
+std::size_t workspace_bytes(const SparseAttentionForward& args, const Execution& execution = {});
+std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution = {});
+std::string why_not(const SparseAttentionForward& args, const Execution& execution = {});
+std::string why_not(const SparseAttentionBackward& args, const Execution& execution = {});
+
+}  // namespace winnow

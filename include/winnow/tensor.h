@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tensor: a view of memory that someone else owns.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <string_view>
+
+namespace winnow {
+
+enum class DType : std::int32_t { f32, bf16, f16, f64, f8_e4m3, i32 };
+enum class DeviceKind : std::int32_t { cpu, cuda };
+
+struct Device {
+  DeviceKind kind = DeviceKind::cpu;
+  std::int32_t index = 0;
+  bool operator==(const Device&) const = default;
+};
+
+/// A default-made Tensor is absent. A tensor with no elements is present and may have null data.
+struct Tensor {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  Device device;
+  std::int32_t rank = -1;                // -1: absent
+  std::array<std::int64_t, 4> shape{};   // the first `rank` count
+  std::array<std::int64_t, 4> stride{};  // in elements; the last one is 1
+  explicit operator bool() const { return rank >= 0; }
+};
+
+/// A contiguous view of `data`.
+Tensor tensor(void* data, DType dtype, std::initializer_list<std::int64_t> shape,
+              Device device = {});
+
+std::int64_t element_bytes(DType dtype);
+std::string_view name(DType dtype);
+
+/// "bf16[4096, 64, 576]"; "cuda:1 bf16[...]" off the CPU; "absent" for an absent tensor.
+std::string describe(const Tensor& tensor);
+
+/// The dtype with DLPack's type code and width. Throws Error for one that winnow does not know.
+DType dtype_from_dlpack(std::int32_t code, std::int32_t bits, std::int32_t lanes);
+/// The device with DLPack's device type. Throws Error for one that winnow does not know.
+Device device_from_dlpack(std::int32_t device_type, std::int32_t device_id);
+/// Throws Error if a tensor of this rank does not fit into Tensor.
+void check_dlpack_rank(std::int32_t rank);
+
+/// A view of any struct with DLTensor's fields, so that no DLPack header is needed here.
+template <class DLTensor>
+Tensor from_dlpack(const DLTensor& source) {
+  check_dlpack_rank(source.ndim);
+  Tensor view;
+  view.data = static_cast<char*>(source.data) + source.byte_offset;
+  view.dtype = dtype_from_dlpack(source.dtype.code, source.dtype.bits, source.dtype.lanes);
+  view.device = device_from_dlpack(static_cast<std::int32_t>(source.device.device_type),
+                                   source.device.device_id);
+  view.rank = source.ndim;
+  std::int64_t contiguous = 1;
+  for (std::int32_t i = source.ndim - 1; i >= 0; --i) {
+    view.shape[i] = source.shape[i];
+    view.stride[i] = source.strides != nullptr ? source.strides[i] : contiguous;
+    contiguous *= source.shape[i];
+  }
+  return view;
+}
+
+}  // namespace winnow

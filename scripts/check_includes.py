@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that each folder includes only what the layers allow.
+
+src/ is one include root, so the compiler would accept any header of any folder.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SUFFIXES = {".h", ".cc", ".cu", ".cuh"}
+
+# Folder or file -> the project headers it may include, besides those of its own folder.
+# The longest matching key counts.
+ALLOWED = {
+    "include/winnow": [],
+    "src/backend.h": ["winnow/", "core/"],
+    "src/c_abi.cc": ["winnow/"],
+    "src/core": ["winnow/"],
+    "src/ops": ["winnow/", "core/", "backend.h"],
+    "src/reference": ["winnow/", "core/", "backend.h"],
+    "src/cpu": ["winnow/", "core/", "backend.h"],
+    "src/cuda": ["winnow/", "core/", "backend.h"],
+    "src/cuda/hopper": ["core/numerics.h"],
+    "src/parallel": ["winnow/"],
+    "harness": ["winnow/"],
+    "tools": ["winnow/", "harness/"],
+    "examples": ["winnow/", "harness/"],
+    "tests": ["winnow/", "harness/", "core/"],  # core: it has no public face to be tested by
+}
+INCLUDE_ROOTS = ["include", "src", "."]
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+
+
+def rule_for(path: str) -> str | None:
+    matches = [key for key in ALLOWED if path == key or path.startswith(key + "/")]
+    return max(matches, key=len, default=None)
+
+
+def own_folder(rule: str) -> str:
+    """The prefix by which files under the rule's folder name each other."""
+    folder = re.sub(r"^(include|src)/", "", rule)
+    return folder + "/" if not Path(folder).suffix else folder
+
+
+def mistake(rule: str, bracket: str, header: str) -> str | None:
+    """What is wrong with one include, or None."""
+    if bracket == "<":
+        if any((ROOT / base / header).exists() for base in INCLUDE_ROOTS):
+            return f"<{header}> is a header of this project: quote it"
+        if rule == "include/winnow" and not re.fullmatch(r"[a-z0-9_]+", header):
+            return f"<{header}>: public headers include the standard library only"
+        return None
+    allowed = [own_folder(rule), *ALLOWED[rule]]
+    if not any(header == name or (name[-1] == "/" and header.startswith(name)) for name in allowed):
+        return f'"{header}": {rule} may include only {", ".join(allowed)}'
+    if not any((ROOT / base / header).exists() for base in INCLUDE_ROOTS):
+        return f'"{header}" does not exist under include/, src/ or the root'
+    return None
+
+
+def main() -> int:
+    tops = sorted({key.split("/")[0] for key in ALLOWED})
+    files = [path for top in tops for path in sorted((ROOT / top).rglob("*"))]
+    mistakes = 0
+    for path in files:
+        if path.suffix not in SUFFIXES:
+            continue
+        name = path.relative_to(ROOT).as_posix()
+        rule = rule_for(name)
+        if rule is None:
+            print(f"{name}: scripts/check_includes.py has no rule for this folder")
+            mistakes += 1
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            include = INCLUDE.match(line)
+            text = include and mistake(rule, *include.groups())
+            if text:
+                print(f"{name}:{number}: {text}")
+                mistakes += 1
+    return 1 if mistakes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Prepares a Debian 12 or Ubuntu 24.04 machine.
+#   setup.sh packages        the system packages that the C++ build needs
+#   setup.sh venv [PYTHON]   .venv with the pinned Python packages of the tests and linters
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+packages=(
+  cmake ninja-build g++ pkg-config git python3-venv
+  libfmt-dev nlohmann-json3-dev libcli11-dev libgtest-dev libtbb-dev libopenblas-dev
+)
+
+is_installed() {
+  [[ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" == installed ]]
+}
+
+install_packages() {
+  local missing=() package
+  for package in "${packages[@]}"; do
+    is_installed "$package" || missing+=("$package")
+  done
+  ((${#missing[@]})) || return 0
+
+  local as_root=()
+  if ((EUID != 0)); then
+    as_root=(sudo)
+    # Without a terminal sudo could only wait for a password that nobody types.
+    [[ -t 0 ]] || as_root=(sudo -n)
+  fi
+  if ! command -v apt-get >/dev/null || ! "${as_root[@]}" true; then
+    echo "Packages are missing and cannot be installed from here. Install these, then try again:" >&2
+    echo "  apt-get install ${missing[*]}" >&2
+    return 1
+  fi
+  "${as_root[@]}" apt-get update
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y --no-install-recommends "${missing[@]}"
+}
+
+make_venv() {
+  "$1" -m venv .venv
+  .venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt
+}
+
+case "${1:-}" in
+  packages) install_packages ;;
+  venv) make_venv "${2:-python3}" ;;
+  *) echo "usage: setup.sh packages | venv [PYTHON]" >&2; exit 2 ;;
+esac

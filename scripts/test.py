@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the C++ tests of the named builds, then the Python tests, and counts them all.
+
+    test.py dev release
+
+The Python tests use the library of the last build. The last line printed is
+"N passed, N failed, N skipped"; the exit code is 0 only if nothing failed and each run had tests.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def outcomes(report: Path) -> Counter:
+    """Passed, failed and skipped cases of a report by GoogleTest or pytest; none without one."""
+    count = Counter()
+    try:
+        cases = ElementTree.parse(report).iter("testcase")
+    except (FileNotFoundError, ElementTree.ParseError):
+        return count
+    for case in cases:
+        if case.find("failure") is not None or case.find("error") is not None:
+            count["failed"] += 1
+        elif case.find("skipped") is not None or case.get("status") == "notrun":
+            count["skipped"] += 1
+        else:
+            count["passed"] += 1
+    return count
+
+
+def fresh_folder(path: Path) -> Path:
+    """An empty folder: a report of an earlier run must not hide a crash in this one."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def run_ctest(preset: str) -> Counter:
+    build = ROOT / "build" / preset
+    reports = fresh_folder(build / "test_reports")
+    summary = reports / "ctest.xml"
+    print(f"== C++ tests, {preset}", flush=True)
+    code = subprocess.call(
+        ["ctest", "--test-dir", build, "-j2", "--output-on-failure", "--no-tests=error"]
+        + ["--output-junit", summary],
+        env=os.environ | {"GTEST_OUTPUT": f"xml:{reports}/", "UBSAN_OPTIONS": "print_stacktrace=1"},
+    )
+    count = Counter()
+    entries = ElementTree.parse(summary).iter("testcase") if summary.exists() else []
+    for entry in entries:
+        cases = outcomes(reports / f"{entry.get('name')}.xml")
+        ok = entry.get("status") == "run"
+        if entry.get("name").endswith("_test"):
+            # A crash leaves no report; a leak or a crash at exit leaves one without a failure.
+            if not cases:
+                print(f"{entry.get('name')} crashed or holds no tests")
+            if not cases or (not ok and not cases["failed"]):
+                cases["failed"] += 1
+        else:
+            cases["passed" if ok else "failed"] += 1
+        count += cases
+    if code != 0 and not count["failed"]:
+        count["failed"] += 1
+    return count
+
+
+def run_pytest(preset: str) -> Counter:
+    build = ROOT / "build" / preset
+    report = build / "test_reports" / "pytest.xml"
+    print("== Python tests", flush=True)
+    code = subprocess.call(
+        [sys.executable, "-m", "pytest", "-q", "python/tests", f"--junitxml={report}"],
+        cwd=ROOT,
+        env=os.environ
+        | {"WINNOW_LIBRARY": str(build / "libwinnow.so"), "PYTHONPATH": str(ROOT / "python")},
+    )
+    count = outcomes(report)
+    # Also when pytest found no tests or died before its report.
+    if code != 0 and not count["failed"]:
+        count["failed"] += 1
+    return count
+
+
+def main() -> int:
+    presets = sys.argv[1:]
+    count = sum((run_ctest(preset) for preset in presets), Counter()) + run_pytest(presets[-1])
+    print(f"{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped")
+    return 1 if count["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

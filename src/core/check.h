@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// Check: the legality of a call, argument by argument, with one form of error text.
+#pragma once
+
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "core/refusals.h"
+#include "winnow/error.h"
+#include "winnow/tensor.h"
+
+namespace winnow {
+
+using DTypes = std::initializer_list<DType>;
+using Dims =
+    std::initializer_list<const char*>;  // names; a dimension that is named twice has one size
+
+/// The element types of activations; f64 for gradient checks on the reference backend.
+inline constexpr DTypes kActivationTypes = {DType::bf16, DType::f16, DType::f32, DType::f64};
+
+/// What sums over activations of this type are kept in: lse, weights, scores, gradients that are
+/// added to.
+inline DType accumulation_type(DType activation) {
+  return activation == DType::f64 ? DType::f64 : DType::f32;
+}
+
+/// "cpu", "cuda:1"
+std::string describe(Device device);
+
+/// Every function throws Error(invalid_argument) if the argument is not what it must be.
+class Check {
+ public:
+  explicit Check(std::string_view op) : op_(op) {}
+
+  void input(const char* argument, const Tensor& tensor, Dims dims, DTypes dtypes);
+  void output(const char* argument, const Tensor& tensor, Dims dims, DTypes dtypes);
+  void optional_input(const char* argument, const Tensor& tensor, Dims dims, DTypes dtypes);
+  void optional_output(const char* argument, const Tensor& tensor, Dims dims, DTypes dtypes);
+
+  /// From here on every tensor has one more leading dimension of this name.
+  void set_leading_dim(std::optional<const char*> name) { leading_dim_ = name; }
+
+  /// The size of a dimension that some tensor has bound.
+  std::int64_t dim(std::string_view name) const;
+  void dim_in_range(std::string_view name, std::int64_t least, std::int64_t most) const;
+  void dim_multiple_of(std::string_view name, std::int64_t factor) const;
+
+  /// A number or enum that is not a tensor.
+  void in_range(const char* argument, std::int64_t value, std::int64_t least,
+                std::int64_t most) const;
+  void finite(const char* argument, double value) const;
+
+  /// The device of all tensors; a call without any tensor does not exist.
+  Device device() const { return device_; }
+  bool on_host() const { return device_.kind == DeviceKind::cpu; }
+
+  /// Throws "op: argument given: sentence". `sentence` is one of core/refusals.h.
+  template <class... Values>
+  [[noreturn]] void fail(std::string_view argument, std::string_view given, const char* sentence,
+                         const Values&... values) const {
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("{}: {} {}: {}", op_, argument, given,
+                            fmt::format(fmt::runtime(sentence), values...)));
+  }
+
+ private:
+  struct BoundDim {
+    std::string_view name;
+    std::int64_t size;
+    const char* argument;
+    const Tensor* tensor;  // lives in the argument struct
+  };
+
+  void check(const char* argument, const Tensor& tensor, Dims dims, DTypes dtypes);
+  void bind(const char* argument, const Tensor& tensor, std::string_view name, std::int64_t size);
+  const BoundDim& bound(std::string_view name) const;
+  const BoundDim* find(std::string_view name) const;
+
+  std::string_view op_;
+  std::optional<const char*> leading_dim_;
+  std::vector<BoundDim> dims_;
+  Device device_;
+  const char* device_argument_ = nullptr;
+};
+
+}  // namespace winnow

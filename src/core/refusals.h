@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every sentence with which the library refuses a call: "op: argument given: <sentence>".
+#pragma once
+
+#include <array>
+
+namespace winnow::refusal {
+
+// Tensors.
+inline constexpr char absent[] = "must be given";
+inline constexpr char rank[] = "must have {} dimensions, [{}]";
+inline constexpr char rank_of_x[] = "must have 2 or 3 dimensions";
+inline constexpr char dtype[] = "dtype must be {}";
+inline constexpr char device_kind[] = "device must be cpu or cuda";
+inline constexpr char device[] = "must be on {}, as {}";
+inline constexpr char negative_shape[] = "no dimension may be negative";
+inline constexpr char too_large[] = "extends past what 64-bit offsets can address";
+inline constexpr char null_data[] = "data must not be null";
+inline constexpr char misaligned[] = "data must be aligned to {} bytes";
+inline constexpr char inner_stride[] = "the last stride must be 1";
+inline constexpr char negative_stride[] = "strides must not be negative";
+inline constexpr char overlap[] = "elements of an output must not overlap";
+inline constexpr char dim_differs[] = "{} must be {}, as in {}";
+inline constexpr char dim_at_least[] = "{} must be at least {}";
+inline constexpr char dim_at_most[] = "{} must be at most {}";
+inline constexpr char dim_multiple[] = "{} must be a multiple of {}";
+
+// Numbers and words.
+inline constexpr char at_least[] = "must be at least {}";
+inline constexpr char at_most[] = "must be at most {}";
+inline constexpr char at_least_as[] = "must be at least {}, as {}";
+inline constexpr char at_most_as[] = "must be at most {}, as {}";
+inline constexpr char one_of[] = "must be {}";
+inline constexpr char not_finite[] = "must be finite";
+inline constexpr char no_default_scale[] =
+    "must be given: there is no default where v_dim and qk_dim differ";
+inline constexpr char scale_absent[] = "must be given, as to sparse_attention";
+inline constexpr char dlpack_dtype[] =
+    "dtype must be f32, bf16, f16, f64, f8_e4m3 or i32, one lane";
+inline constexpr char dlpack_device[] =
+    "device must be DLPack's CPU (1), CUDA (2) or pinned CUDA memory (3)";
+inline constexpr char dlpack_rank[] = "must have 0 to 4 dimensions";
+
+// One argument against another.
+inline constexpr char needs_fp8[] = "must be absent unless q is f8_e4m3";
+inline constexpr char fp8_needs_scale[] = "must be given where q is f8_e4m3";
+inline constexpr char replay_needs_scores[] = "must be given with replay";
+inline constexpr char needs_sink[] = "must be absent without sink";
+inline constexpr char needs_pools[] = "must be absent where ratio is 0";
+inline constexpr char must_start_at_zero[] = "must be 0";
+inline constexpr char narrow_list[] = "topk must be at least {}, the longest list";
+inline constexpr char workspace_small[] = "must be at least {} bytes, as workspace_bytes says";
+inline constexpr char workspace_null[] = "must be given where workspace_bytes is not 0";
+
+// Legal, but not here: the sentences of why_not.
+inline constexpr char not_built[] = "is not in this build";
+inline constexpr char no_such_op[] = "does not have this operator";
+inline constexpr char device_out_of_reach[] = "cannot reach tensors on {}";
+inline constexpr char over_limit[] =
+    "needs a workspace_limit of at least {} bytes for this call, the limit is {}";
+
+inline constexpr std::array<const char*, 41> all = {absent,
+                                                    rank,
+                                                    rank_of_x,
+                                                    dtype,
+                                                    device_kind,
+                                                    device,
+                                                    negative_shape,
+                                                    too_large,
+                                                    null_data,
+                                                    misaligned,
+                                                    inner_stride,
+                                                    negative_stride,
+                                                    overlap,
+                                                    dim_differs,
+                                                    dim_at_least,
+                                                    dim_at_most,
+                                                    dim_multiple,
+                                                    at_least,
+                                                    at_most,
+                                                    at_least_as,
+                                                    at_most_as,
+                                                    one_of,
+                                                    not_finite,
+                                                    no_default_scale,
+                                                    scale_absent,
+                                                    dlpack_dtype,
+                                                    dlpack_device,
+                                                    dlpack_rank,
+                                                    needs_fp8,
+                                                    fp8_needs_scale,
+                                                    replay_needs_scores,
+                                                    needs_sink,
+                                                    needs_pools,
+                                                    must_start_at_zero,
+                                                    narrow_list,
+                                                    workspace_small,
+                                                    workspace_null,
+                                                    not_built,
+                                                    no_such_op,
+                                                    device_out_of_reach,
+                                                    over_limit};
+
+}  // namespace winnow::refusal

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "winnow/key_windows.h"
+
+#include <limits>
+
+#include "ops/contents.h"
+#include "ops/dispatch.h"
+
+namespace winnow {
+namespace {
+
+Checked<KeyWindows> checked(const KeyWindows& args) {
+  Check check("key_windows");
+  check.input("cu_seqlens", args.cu_seqlens, {"documents + 1"}, {DType::i32});
+  check.optional_input("cu_seqlens_padded", args.cu_seqlens_padded, {"documents + 1"},
+                       {DType::i32});
+  check.optional_input("query_rows", args.query_rows, {"tokens"}, {DType::i32});
+  check.output("begin", args.begin, {"tokens"}, {DType::i32});
+  check.output("end", args.end, {"tokens"}, {DType::i32});
+  check.dim_in_range("documents + 1", 1, std::numeric_limits<std::int32_t>::max());
+  check.in_range("ratio", args.ratio, 1, std::numeric_limits<std::int32_t>::max());
+  check.in_range("padding_rows", static_cast<std::int32_t>(args.padding_rows), 0,
+                 static_cast<std::int32_t>(PaddingRows::see_document));
+  check_documents(check, args.cu_seqlens, args.cu_seqlens_padded, args.query_rows);
+  return {"key_windows", args, check.device()};
+}
+
+}  // namespace
+
+void key_windows(const KeyWindows& args, const Execution& execution) {
+  run(checked(args), execution);
+}
+std::size_t workspace_bytes(const KeyWindows& args, const Execution& execution) {
+  return workspace_bytes(checked(args), execution);
+}
+std::string why_not(const KeyWindows& args, const Execution& execution) {
+  return why_not(checked(args), execution);
+}
+
+}  // namespace winnow

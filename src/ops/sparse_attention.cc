@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+// A batch is the same call over slices: backends know none.
+#include "winnow/sparse_attention.h"
+
+#include <cmath>
+#include <limits>
+
+#include "core/view.h"
+#include "ops/contents.h"
+#include "ops/dispatch.h"
+
+namespace winnow {
+namespace {
+
+constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
+
+template <class Args>
+bool batched(const Args& args) {
+  return args.q.rank == 4;
+}
+
+/// What forward and backward share: the inputs of attention and its outputs out and lse, which
+/// backward reads.
+template <class Args>
+void check_shared(Check& check, const Args& args, bool writes_out) {
+  const auto out_or_in = writes_out ? &Check::output : &Check::input;
+  if (batched(args)) check.set_leading_dim("batch");
+  check.input("q", args.q, {"tokens", "heads", "qk_dim"}, kActivationTypes);
+  const DType accumulation = accumulation_type(args.q.dtype);
+  check.input("kv", args.kv, {"keys", "qk_dim"}, {args.q.dtype});
+  check.input("indices", args.indices, {"tokens", "topk"}, {DType::i32});
+  check.optional_input("lengths", args.lengths, {"tokens"}, {DType::i32});
+  (check.*out_or_in)("out", args.out, {"tokens", "heads", "v_dim"}, {args.q.dtype});
+  (check.*out_or_in)("lse", args.lse, {"tokens", "heads"}, {accumulation});
+  check.dim_in_range("heads", 1, kMaxInt32);
+  check.dim_in_range("qk_dim", 8, 1024);
+  check.dim_multiple_of("qk_dim", 8);
+  check.dim_in_range("v_dim", 8, check.dim("qk_dim"));
+  check.dim_multiple_of("v_dim", 8);
+  check.dim_in_range("keys", 0, kMaxInt32);
+  check.dim_in_range("topk", 1, kMaxInt32);
+  check.finite("scale", args.scale);
+  if (args.scale == 0 && check.dim("v_dim") != check.dim("qk_dim")) {
+    check.fail("scale", "0", refusal::no_default_scale);
+  }
+}
+
+template <class Args>
+void fill_scale(Args& args) {
+  const std::int64_t qk_dim = args.q.shape[args.q.rank - 1];
+  if (args.scale == 0) args.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(qk_dim)));
+}
+
+template <class Args>
+void check_contents(const Check& check, const Args& args) {
+  const std::int64_t slices = batched(args) ? args.q.shape[0] : 1;
+  for (std::int64_t b = 0; b < slices; ++b) {
+    check_lengths(check, batched(args) ? slice(args.lengths, b) : args.lengths, check.dim("topk"));
+  }
+}
+
+Checked<SparseAttentionForward> checked(SparseAttentionForward args) {
+  Check check("sparse_attention_forward");
+  check_shared(check, args, true);
+  const DType accumulation = accumulation_type(args.q.dtype);
+  check.optional_output("max_logits", args.max_logits, {"tokens", "heads"}, {accumulation});
+  check.set_leading_dim(std::nullopt);  // all slices share the sink
+  check.optional_input("sink", args.sink, {"heads"}, {accumulation});
+  check_contents(check, args);
+  fill_scale(args);
+  return {"sparse_attention_forward", args, check.device()};
+}
+
+Checked<SparseAttentionBackward> checked(SparseAttentionBackward args) {
+  Check check("sparse_attention_backward");
+  check_shared(check, args, false);
+  const DType accumulation = accumulation_type(args.q.dtype);
+  check.input("d_out", args.d_out, {"tokens", "heads", "v_dim"}, {args.q.dtype});
+  check.optional_input("d_lse", args.d_lse, {"tokens", "heads"}, {accumulation});
+  check.output("d_q", args.d_q, {"tokens", "heads", "qk_dim"}, {args.q.dtype});
+  check.output("d_kv", args.d_kv, {"keys", "qk_dim"}, {accumulation, args.q.dtype});
+  check.set_leading_dim(std::nullopt);
+  check.optional_input("sink", args.sink, {"heads"}, {accumulation});
+  check.optional_output("d_sink", args.d_sink, {"heads"}, {accumulation});
+  if (args.d_sink && !args.sink) check.fail("d_sink", describe(args.d_sink), refusal::needs_sink);
+  check.in_range("max_heads_per_pass", args.max_heads_per_pass, 0, kMaxInt32);
+  check_contents(check, args);
+  fill_scale(args);
+  return {"sparse_attention_backward", args, check.device()};
+}
+
+SparseAttentionForward slice_batch(SparseAttentionForward args, std::int64_t b) {
+  for (Tensor* tensor :
+       {&args.q, &args.kv, &args.indices, &args.lengths, &args.out, &args.lse, &args.max_logits}) {
+    *tensor = slice(*tensor, b);
+  }
+  return args;
+}
+
+SparseAttentionBackward slice_batch(SparseAttentionBackward args, std::int64_t b) {
+  for (Tensor* tensor : {&args.q, &args.kv, &args.indices, &args.lengths, &args.out, &args.lse,
+                         &args.d_out, &args.d_lse, &args.d_q, &args.d_kv}) {
+    *tensor = slice(*tensor, b);
+  }
+  return args;
+}
+
+/// Any slice speaks for all in why_not and workspace_bytes: they have one shape.
+template <class Args>
+Checked<Args> one_slice(Checked<Args> call) {
+  if (batched(call.args)) call.args = slice_batch(call.args, 0);
+  return call;
+}
+
+template <class Args>
+void run_slices(const Checked<Args>& call, const Execution& execution) {
+  if (!batched(call.args)) return run(call, execution);
+  const std::int64_t slices = call.args.q.shape[0];
+  if (slices == 0) choose_or_throw(one_slice(call), execution);
+  for (std::int64_t b = 0; b < slices; ++b) {
+    run(Checked<Args>{call.op, slice_batch(call.args, b), call.device}, execution);
+  }
+}
+
+}  // namespace
+
+void sparse_attention_forward(const SparseAttentionForward& args, const Execution& execution) {
+  run_slices(checked(args), execution);
+}
+void sparse_attention_backward(const SparseAttentionBackward& args, const Execution& execution) {
+  run_slices(checked(args), execution);
+}
+std::size_t workspace_bytes(const SparseAttentionForward& args, const Execution& execution) {
+  return workspace_bytes(one_slice(checked(args)), execution);
+}
+std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution) {
+  return workspace_bytes(one_slice(checked(args)), execution);
+}
+std::string why_not(const SparseAttentionForward& args, const Execution& execution) {
+  return why_not(one_slice(checked(args)), execution);
+}
+std::string why_not(const SparseAttentionBackward& args, const Execution& execution) {
+  return why_not(one_slice(checked(args)), execution);
+}
+
+}  // namespace winnow

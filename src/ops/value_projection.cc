@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "winnow/value_projection.h"
+
+#include <limits>
+
+#include "ops/dispatch.h"
+
+namespace winnow {
+namespace {
+
+void check_sizes(const Check& check) {
+  check.dim_in_range("heads", 1, std::numeric_limits<std::int32_t>::max());
+  check.dim_in_range("head_dim", 1, std::numeric_limits<std::int32_t>::max());
+  check.dim_in_range("v_dim", 8, 1024);
+  check.dim_multiple_of("v_dim", 8);
+}
+
+Checked<ValueProjectionForward> checked(const ValueProjectionForward& args) {
+  Check check("value_projection_forward");
+  check.input("out", args.out, {"tokens", "heads", "v_dim"}, kActivationTypes);
+  check.input("w_v", args.w_v, {"heads", "head_dim", "v_dim"}, {args.out.dtype});
+  check.output("out_v", args.out_v, {"tokens", "heads", "head_dim"}, {args.out.dtype});
+  check_sizes(check);
+  return {"value_projection_forward", args, check.device()};
+}
+
+Checked<ValueProjectionBackward> checked(const ValueProjectionBackward& args) {
+  Check check("value_projection_backward");
+  check.input("out", args.out, {"tokens", "heads", "v_dim"}, kActivationTypes);
+  check.input("w_v", args.w_v, {"heads", "head_dim", "v_dim"}, {args.out.dtype});
+  check.input("d_out_v", args.d_out_v, {"tokens", "heads", "head_dim"}, {args.out.dtype});
+  check.output("d_out", args.d_out, {"tokens", "heads", "v_dim"}, {args.out.dtype});
+  check.output("d_w_v", args.d_w_v, {"heads", "head_dim", "v_dim"},
+               {accumulation_type(args.out.dtype), args.out.dtype});
+  check_sizes(check);
+  return {"value_projection_backward", args, check.device()};
+}
+
+}  // namespace
+
+void value_projection_forward(const ValueProjectionForward& args, const Execution& execution) {
+  run(checked(args), execution);
+}
+void value_projection_backward(const ValueProjectionBackward& args, const Execution& execution) {
+  run(checked(args), execution);
+}
+std::size_t workspace_bytes(const ValueProjectionForward& args, const Execution& execution) {
+  return workspace_bytes(checked(args), execution);
+}
+std::size_t workspace_bytes(const ValueProjectionBackward& args, const Execution& execution) {
+  return workspace_bytes(checked(args), execution);
+}
+std::string why_not(const ValueProjectionForward& args, const Execution& execution) {
+  return why_not(checked(args), execution);
+}
+std::string why_not(const ValueProjectionBackward& args, const Execution& execution) {
+  return why_not(checked(args), execution);
+}
+
+}  // namespace winnow

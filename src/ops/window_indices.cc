@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "winnow/window_indices.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "core/view.h"
+#include "ops/contents.h"
+#include "ops/dispatch.h"
+
+namespace winnow {
+namespace {
+
+constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
+
+/// Where the offsets can be read, a list that would be cut and a pool that would overlap rows are
+/// refused.
+void check_lists(const Check& check, const WindowIndices& args) {
+  if (!check.on_host()) return;
+  const View<const std::int32_t, 1> real(args.cu_seqlens);
+  const View<const std::int32_t, 1> padded(args.cu_seqlens_padded ? args.cu_seqlens_padded
+                                                                  : args.cu_seqlens);
+  const std::int64_t documents = args.cu_seqlens.shape[0] - 1;
+  std::int64_t longest = 0;
+  std::int64_t pools = 0;
+  for (std::int64_t i = 0; i < documents; ++i) {
+    const std::int64_t length = real(i + 1) - real(i);
+    const std::int64_t own = args.ratio > 0 ? length / args.ratio : 0;
+    longest = std::max(longest, std::min<std::int64_t>(length, args.window) + own);
+    pools += own;
+  }
+  if (args.ratio > 0) {
+    if (args.key_offset < padded(documents)) {
+      check.fail("key_offset", fmt::to_string(args.key_offset), refusal::at_least_as,
+                 padded(documents), "there are rows");
+    }
+    if (args.key_offset > kMaxInt32 - pools) {
+      check.fail("key_offset", fmt::to_string(args.key_offset), refusal::at_most,
+                 kMaxInt32 - pools);
+    }
+  }
+  if (!args.pool_ids && args.indices.shape[1] < longest) {
+    check.fail("indices", describe(args.indices), refusal::narrow_list, longest);
+  }
+}
+
+Checked<WindowIndices> checked(const WindowIndices& args) {
+  Check check("window_indices");
+  check.input("cu_seqlens", args.cu_seqlens, {"documents + 1"}, {DType::i32});
+  check.optional_input("cu_seqlens_padded", args.cu_seqlens_padded, {"documents + 1"},
+                       {DType::i32});
+  check.optional_input("query_rows", args.query_rows, {"tokens"}, {DType::i32});
+  check.optional_input("pool_ids", args.pool_ids, {"tokens", "pool_topk"}, {DType::i32});
+  check.output("indices", args.indices, {"tokens", "topk"}, {DType::i32});
+  check.output("lengths", args.lengths, {"tokens"}, {DType::i32});
+  check.dim_in_range("documents + 1", 1, kMaxInt32);
+  check.dim_in_range("topk", 1, kMaxInt32);
+  check.in_range("window", args.window, 0, kMaxInt32);
+  check.in_range("ratio", args.ratio, 0, kMaxInt32);
+  check.in_range("key_offset", args.key_offset, 0, kMaxInt32);
+  if (args.pool_ids) {
+    if (args.ratio == 0) check.fail("pool_ids", describe(args.pool_ids), refusal::needs_pools);
+    check.dim_in_range("topk", args.window + check.dim("pool_topk"), kMaxInt32);
+  }
+  check_documents(check, args.cu_seqlens, args.cu_seqlens_padded, args.query_rows);
+  check_lists(check, args);
+  return {"window_indices", args, check.device()};
+}
+
+}  // namespace
+
+void window_indices(const WindowIndices& args, const Execution& execution) {
+  run(checked(args), execution);
+}
+std::size_t workspace_bytes(const WindowIndices& args, const Execution& execution) {
+  return workspace_bytes(checked(args), execution);
+}
+std::string why_not(const WindowIndices& args, const Execution& execution) {
+  return why_not(checked(args), execution);
+}
+
+}  // namespace winnow

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// log-sum-exp and the probabilities of attention, with -inf for what is not there.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <span>
+
+namespace winnow::reference {
+
+inline constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
+
+/// log(exp(a) + exp(b))
+inline double log_add_exp(double a, double b) {
+  const double larger = std::max(a, b);
+  if (std::isinf(larger)) return larger;
+  return larger + std::log1p(std::exp(std::min(a, b) - larger));
+}
+
+/// log sum_j exp(s_j); -inf where there is nothing to sum.
+inline double log_sum_exp(std::span<const double> s) {
+  double largest = kMinusInfinity;
+  for (const double value : s) largest = std::max(largest, value);
+  double sum = 0;
+  for (const double value : s) {
+    if (value != kMinusInfinity) sum += std::exp(value - largest);
+  }
+  return largest + std::log(sum);
+}
+
+/// exp(s - log_sum); 0 for a key that is not there.
+inline double probability(double s, double log_sum) {
+  return s == kMinusInfinity ? 0 : std::exp(s - log_sum);
+}
+
+}  // namespace winnow::reference
