@@ -12,65 +12,63 @@ namespace winnow {
 /// without a key. Not normalised, so that tensor-parallel ranks may add theirs first. The key of a
 /// slot is kv[key_offset + indices[t,j]], for indices >= 0 before lengths[t].
 struct IndexTarget {
-  Tensor q;                     // [tokens, heads, qk_dim]  bf16 | f16 | f32 | f64 (reference)
-  Tensor kv;                    // [keys, qk_dim]           as q
-  Tensor indices;               // [tokens, topk]           i32
-  Tensor lengths;               // [tokens]                 i32, optional
-  Tensor sink;                  // [heads]                  f32 (f64 with f64), optional
-  Tensor lse;                   // [tokens, heads]          as sink
-  Tensor target;                // [tokens, topk]           as sink, out
+  Tensor q{};                   // [tokens, heads, qk_dim]  bf16 | f16 | f32 | f64 (reference)
+  Tensor kv{};                  // [keys, qk_dim]           as q
+  Tensor indices{};             // [tokens, topk]           i32
+  Tensor lengths{};             // [tokens]                 i32, optional
+  Tensor sink{};                // [heads]                  f32 (f64 with f64), optional
+  Tensor lse{};                 // [tokens, heads]          as sink
+  Tensor target{};              // [tokens, topk]           as sink, out
   float scale = 0;              // as given to sparse_attention; it has no default here
   std::int32_t key_offset = 0;  // where the indexer's keys begin in kv
 };
 
 /// loss[t] = KL(target[t] / sum_j target[t,j]  ||  softmax(scores[t])) and its gradient, both over
-/// the valid slots: index >= 0, before lengths, score not -inf. Fewer than two of them, or a target
-/// sum of 0: loss and gradient 0.
+/// the valid slots: index >= 0, before lengths, score not -inf.
+///   d_scores = softmax(scores) - target / sum_j target
+/// Fewer than two valid slots, or a target sum of 0: loss and gradient 0.
 struct IndexLoss {
-  Tensor indices;   // [tokens, topk]  i32
-  Tensor lengths;   // [tokens]        i32, optional
-  Tensor scores;    // [tokens, topk]  f32 | f64 (reference)
-  Tensor target;    // [tokens, topk]  as scores
-  Tensor loss;      // [tokens]        as scores, out
-  Tensor d_scores;  // [tokens, topk]  as scores, out: softmax(scores) - normalised target; 0 in
-                    // other slots
+  Tensor indices{};   // [tokens, topk]  i32
+  Tensor lengths{};   // [tokens]        i32, optional
+  Tensor scores{};    // [tokens, topk]  f32 | f64 (reference)
+  Tensor target{};    // [tokens, topk]  as scores
+  Tensor loss{};      // [tokens]        as scores, out
+  Tensor d_scores{};  // [tokens, topk]  as scores, out; 0 in other slots
 };
 
 /// The warm-up form: the same KL over the whole window of every row, between attention over that
-/// window and the indexer's scores (as in index_topk) for it. Index key s stands at kv[key_offset +
-/// s].
+/// window and the indexer's scores (as in index_topk) for it. Index key s is kv[key_offset + s].
 struct DenseIndexLossForward {
-  Tensor q;        // [tokens, heads, qk_dim]           bf16 | f16 | f32 | f64 (reference)
-  Tensor kv;       // [keys, qk_dim]                    as q
-  Tensor sink;     // [heads]                           f32 (f64 with f64), optional
-  Tensor index_q;  // [tokens, index_heads, index_dim]  as q
-  Tensor index_k;  // [index_keys, index_dim]           as q
-  Tensor weights;  // [tokens, index_heads]             as sink
-  Tensor begin;    // [tokens]                          i32
-  Tensor end;      // [tokens]                          i32
-  Tensor loss;     // [tokens]                          as sink, out
-  Tensor lse;  // [tokens, heads]                   as sink, out: of attention over the window, keys
-               // only
-  float scale = 0;  // it has no default here
+  Tensor q{};        // [tokens, heads, qk_dim]           bf16 | f16 | f32 | f64 (reference)
+  Tensor kv{};       // [keys, qk_dim]                    as q
+  Tensor sink{};     // [heads]                           f32 (f64 with f64), optional
+  Tensor index_q{};  // [tokens, index_heads, index_dim]  as q
+  Tensor index_k{};  // [index_keys, index_dim]           as q
+  Tensor weights{};  // [tokens, index_heads]             as sink
+  Tensor begin{};    // [tokens]                          i32
+  Tensor end{};      // [tokens]                          i32
+  Tensor loss{};     // [tokens]                          as sink, out
+  Tensor lse{};      // [tokens, heads]                   as sink, out: over the window, keys only
+  float scale = 0;   // it has no default here
   std::int32_t key_offset = 0;
 };
 
 /// Gradients of sum_t d_loss[t] * loss[t]. Attention itself gets none.
 struct DenseIndexLossBackward {
-  Tensor q;          // [tokens, heads, qk_dim]  as in forward
-  Tensor kv;         // [keys, qk_dim]
-  Tensor sink;       // [heads]
-  Tensor index_q;    // [tokens, index_heads, index_dim]
-  Tensor index_k;    // [index_keys, index_dim]
-  Tensor weights;    // [tokens, index_heads]
-  Tensor begin;      // [tokens]
-  Tensor end;        // [tokens]
-  Tensor lse;        // [tokens, heads]
-  Tensor d_loss;     // [tokens]                          as lse
-  Tensor d_index_q;  // [tokens, index_heads, index_dim]  as index_q, out
-  Tensor d_weights;  // [tokens, index_heads]             as weights, out
-  Tensor d_index_k;  // [index_keys, index_dim]           as lse: added to; as index_k (bf16, f16):
-                     // overwritten, rounded once
+  Tensor q{};          // [tokens, heads, qk_dim]  as in forward
+  Tensor kv{};         // [keys, qk_dim]
+  Tensor sink{};       // [heads]
+  Tensor index_q{};    // [tokens, index_heads, index_dim]
+  Tensor index_k{};    // [index_keys, index_dim]
+  Tensor weights{};    // [tokens, index_heads]
+  Tensor begin{};      // [tokens]
+  Tensor end{};        // [tokens]
+  Tensor lse{};        // [tokens, heads]
+  Tensor d_loss{};     // [tokens]                          as lse
+  Tensor d_index_q{};  // [tokens, index_heads, index_dim]  as index_q, out
+  Tensor d_weights{};  // [tokens, index_heads]             as weights, out
+  Tensor d_index_k{};  // [index_keys, index_dim]           as lse: added to; else as index_k,
+                       //   overwritten, rounded once
   float scale = 0;
   std::int32_t key_offset = 0;
 };

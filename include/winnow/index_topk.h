@@ -12,23 +12,22 @@ enum class SlotOrder : std::int32_t {
   by_score    // larger first, equal scores by smaller key row
 };
 
-/// score[t,s] = sum_h weights[t,h] * max(q[t,h] . k[s], 0)   for s in [begin[t], end[t]); max keeps
-/// NaN. With fp8, k[s] stands for k_scale[s] * k[s]. Selected are the topk largest of a row; equal
-/// scores (+0 and -0 are equal) by smaller key row; NaN and -inf never. Valid slots come first;
-/// behind them indices are -1 and scores -inf. With `replay` indices (and lengths, if present) are
-/// read and only scores are written: -inf for a slot whose index is no key of the window or that
-/// stands past lengths.
+/// score[t,s] = sum_h weights[t,h] * max(q[t,h] . k[s], 0)   for s in [begin[t], end[t])
+/// max keeps NaN; with fp8, k[s] stands for k_scale[s] * k[s].
+/// Selected are the topk largest of a row; equal scores (+0 and -0 are equal) by smaller key row;
+/// NaN and -inf never. Valid slots come first; behind them indices are -1 and scores -inf.
+/// With `replay`, indices (and lengths, if present) are read and only scores are written: -inf for
+/// a slot whose index is no key of the window or that stands past lengths.
 struct IndexTopkForward {
-  Tensor q;        // [tokens, index_heads, index_dim]  bf16 | f16 | f32 | f8_e4m3 | f64 (reference)
-  Tensor k;        // [keys, index_dim]                 as q
-  Tensor weights;  // [tokens, index_heads]             f32 (f64 with f64), all scales folded in
-  Tensor k_scale;  // [keys]                            f32, with f8_e4m3 only
-  Tensor begin;    // [tokens]                          i32
-  Tensor end;      // [tokens]                          i32
-  Tensor indices;  // [tokens, topk]                    i32, out; in, if replay
-  Tensor
-      lengths;  // [tokens]                          i32, out, optional: valid slots; in, if replay
-  Tensor scores;  // [tokens, topk]                    as weights, out, optional unless replay
+  Tensor q{};        // [tokens, index_heads, index_dim]  bf16 | f16 | f32 | f8_e4m3 | f64
+  Tensor k{};        // [keys, index_dim]                 as q; f64: reference only
+  Tensor weights{};  // [tokens, index_heads]             f32 (f64 with f64), all scales folded in
+  Tensor k_scale{};  // [keys]                            f32, with f8_e4m3 only
+  Tensor begin{};    // [tokens]                          i32
+  Tensor end{};      // [tokens]                          i32
+  Tensor indices{};  // [tokens, topk]                    i32, out; in, if replay
+  Tensor lengths{};  // [tokens]                          i32, optional, out; in, if replay
+  Tensor scores{};   // [tokens, topk]                    as weights, out, optional unless replay
   SlotOrder order = SlotOrder::ascending;
   bool replay = false;
 };
@@ -40,18 +39,20 @@ struct IndexTopkForward {
 ///   d_k[i]        += sum_h d_scores[t,j] * weights[t,h] * [a > 0] * q[t,h]
 /// d_scores of other slots, NaN included, touch nothing.
 struct IndexTopkBackward {
-  Tensor q;          // [tokens, index_heads, index_dim]  bf16 | f16 | f32 | f64 (reference)
-  Tensor k;          // [keys, index_dim]                 as q
-  Tensor weights;    // [tokens, index_heads]             f32 (f64 with f64)
-  Tensor begin;      // [tokens]                          i32
-  Tensor end;        // [tokens]                          i32
-  Tensor indices;    // [tokens, topk]                    i32
-  Tensor lengths;    // [tokens]                          i32, optional
-  Tensor d_scores;   // [tokens, topk]                    as weights
-  Tensor d_q;        // [tokens, index_heads, index_dim]  as q, out
-  Tensor d_weights;  // [tokens, index_heads]             as weights, out
-  Tensor d_k;        // [keys, index_dim]                 as weights: added to; as q (bf16, f16):
-                     // overwritten, rounded once
+  Tensor q{};          // [tokens, index_heads, index_dim]  bf16 | f16 | f32 | f64 (reference)
+  Tensor k{};          // [keys, index_dim]                 as q
+  Tensor weights{};    // [tokens, index_heads]             f32 (f64 with f64)
+  Tensor begin{};      // [tokens]                          i32
+  Tensor end{};        // [tokens]                          i32
+  Tensor indices{};    // [tokens, topk]                    i32
+  Tensor lengths{};    // [tokens]                          i32, optional
+  Tensor d_scores{};   // [tokens, topk]                    as weights
+  Tensor d_q{};        // [tokens, index_heads, index_dim]  as q, out
+  Tensor d_weights{};  // [tokens, index_heads]             as weights, out
+  Tensor d_k{};        // [keys, index_dim]                 as weights: added to; else as q,
+                       //   overwritten, rounded once
+};                     // [keys, index_dim]                 as weights: added to; as q (bf16, f16):
+                       // overwritten, rounded once
 };
 
 void index_topk_forward(const IndexTopkForward& args, const Execution& execution = {});

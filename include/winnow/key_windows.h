@@ -17,20 +17,19 @@ enum class PaddingRows : std::int32_t {
 /// the first cu_seqlens[i + 1] - cu_seqlens[i] are real. For a row t at position p of a document
 /// that begins at row b:
 ///   ratio 1:  begin = b,  end = b + min(p + 1, real length)
-///   ratio r:  keys are pools of r rows; every document owns floor(real length / r) of them, one
-///   document's after
-///             another's; b is the first of the own document;  begin = b,  end = b + floor(min(p +
-///             1, real length) / r)
-/// A padding row has end = begin, or with see_document the formula above (ratio 1: at least begin +
-/// 1). A row past the last document, or a query row of -1: begin = end = 0.
+///   ratio r:  begin = b,  end = b + floor(min(p + 1, real length) / r)
+/// With a ratio, keys are pools of r rows: every document owns floor(real length / r) of them, one
+/// document's after another's, and b is the first of the own document.
+/// A padding row has end = begin, or with see_document the formulas above (ratio 1: at least one
+/// key). A row past the last document, or a query row of -1: begin = end = 0.
 struct KeyWindows {
-  Tensor cu_seqlens;         // [documents + 1]  i32, cumulated real lengths, from 0
-  Tensor cu_seqlens_padded;  // [documents + 1]  i32, cumulated slots with padding; absent: the same
-  Tensor query_rows;  // [tokens]         i32, global row of each query, or -1; absent: 0, 1, 2, ...
+  Tensor cu_seqlens{};         // [documents + 1]  i32, cumulated real lengths, from 0
+  Tensor cu_seqlens_padded{};  // [documents + 1]  i32, with padding; absent: the same
+  Tensor query_rows{};         // [tokens]         i32, global row or -1; absent: 0, 1, 2, ...
   std::int32_t ratio = 1;
   PaddingRows padding_rows = PaddingRows::empty;
-  Tensor begin;  // [tokens]  i32, out
-  Tensor end;    // [tokens]  i32, out
+  Tensor begin{};  // [tokens]  i32, out
+  Tensor end{};    // [tokens]  i32, out
 };
 
 void key_windows(const KeyWindows& args, const Execution& execution = {});

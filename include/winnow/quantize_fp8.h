@@ -11,9 +11,9 @@ namespace winnow {
 /// the smallest power of two that is no smaller; values = x / scale in fp32, rounded to nearest
 /// even; +-inf becomes +-448, NaN stays NaN.
 struct QuantizeFp8 {
-  Tensor x;       // [rows, dim] or [tokens, heads, dim]  bf16 | f16 | f32
-  Tensor values;  // as x                                 f8_e4m3, out
-  Tensor scale;   // x without its last dimension         f32, out
+  Tensor x{};       // [rows, dim] or [tokens, heads, dim]  bf16 | f16 | f32
+  Tensor values{};  // as x                                 f8_e4m3, out
+  Tensor scale{};   // x without its last dimension         f32, out
   bool power_of_two = false;
 };
 

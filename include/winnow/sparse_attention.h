@@ -14,18 +14,18 @@ namespace winnow {
 ///   p_j = exp(s_j) / (sum_j exp(s_j) + exp(sink[h]))
 ///   out[t,h] = sum_j p_j * kv[i_j][:v_dim]
 /// A row without keys: out 0, lse and max_logits -inf.
-/// Every tensor but sink may carry one more leading dimension, the batch: each slice has its own
-/// kv.
+/// Every tensor but sink and d_sink may carry one more leading dimension, the batch: each slice has
+/// its own kv.
 struct SparseAttentionForward {
-  Tensor q;           // [tokens, heads, qk_dim]  bf16 | f16 | f32 | f64 (reference)
-  Tensor kv;          // [keys, qk_dim]           as q; values are the first v_dim channels
-  Tensor indices;     // [tokens, topk]           i32
-  Tensor lengths;     // [tokens]                 i32, optional: slots that count
-  Tensor sink;        // [heads]                  f32 (f64 with f64), optional; -inf: no sink
-  Tensor out;         // [tokens, heads, v_dim]   as q, out
-  Tensor lse;         // [tokens, heads]          as sink, out; natural log, keys only
-  Tensor max_logits;  // [tokens, heads]          as sink, out, optional: the largest s_j
-  float scale = 0;    // 0: 1 / sqrt(qk_dim) where v_dim = qk_dim; otherwise it must be given
+  Tensor q{};           // [tokens, heads, qk_dim]  bf16 | f16 | f32 | f64 (reference)
+  Tensor kv{};          // [keys, qk_dim]           as q; values are the first v_dim channels
+  Tensor indices{};     // [tokens, topk]           i32
+  Tensor lengths{};     // [tokens]                 i32, optional: slots that count
+  Tensor sink{};        // [heads]                  f32 (f64 with f64), optional; -inf: no sink
+  Tensor out{};         // [tokens, heads, v_dim]   as q, out
+  Tensor lse{};         // [tokens, heads]          as sink, out; natural log, keys only
+  Tensor max_logits{};  // [tokens, heads]          as sink, out, optional: largest s_j, not NaN
+  float scale = 0;      // 0: 1 / sqrt(qk_dim) where v_dim = qk_dim; otherwise it must be given
 };
 
 /// With L = log(exp(lse) + exp(sink[h])), p_j = exp(s_j - L), delta = out[t,h] . d_out[t,h]:
@@ -36,19 +36,19 @@ struct SparseAttentionForward {
 ///   d_sink[h]         -= sum_t delta * exp(sink[h] - L)
 /// A row without keys has no part in any of them, whatever d_out and d_lse hold.
 struct SparseAttentionBackward {
-  Tensor q;        // [tokens, heads, qk_dim]  as in forward
-  Tensor kv;       // [keys, qk_dim]
-  Tensor indices;  // [tokens, topk]
-  Tensor lengths;  // [tokens]
-  Tensor sink;     // [heads]
-  Tensor out;      // [tokens, heads, v_dim]
-  Tensor lse;      // [tokens, heads]
-  Tensor d_out;    // [tokens, heads, v_dim]   as q
-  Tensor d_lse;    // [tokens, heads]          as lse, optional
-  Tensor d_q;      // [tokens, heads, qk_dim]  as q, out
-  Tensor d_kv;  // [keys, qk_dim]           as lse: added to; as q (bf16, f16): overwritten, rounded
-                // once
-  Tensor d_sink;  // [heads]                  as sink, added to, optional
+  Tensor q{};        // [tokens, heads, qk_dim]  as in forward
+  Tensor kv{};       // [keys, qk_dim]
+  Tensor indices{};  // [tokens, topk]
+  Tensor lengths{};  // [tokens]
+  Tensor sink{};     // [heads]
+  Tensor out{};      // [tokens, heads, v_dim]
+  Tensor lse{};      // [tokens, heads]
+  Tensor d_out{};    // [tokens, heads, v_dim]   as q
+  Tensor d_lse{};    // [tokens, heads]          as lse, optional
+  Tensor d_q{};      // [tokens, heads, qk_dim]  as q, out
+  Tensor d_kv{};     // [keys, qk_dim]           as lse: added to; else as q, overwritten,
+                     //   rounded once
+  Tensor d_sink{};   // [heads]                  as sink, added to, optional
   float scale = 0;
   std::int32_t max_heads_per_pass = 0;  // 0: all at once
 };

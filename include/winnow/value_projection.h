@@ -9,19 +9,19 @@ namespace winnow {
 
 /// out_v[t,h] = w_v[h] @ out[t,h]
 struct ValueProjectionForward {
-  Tensor out;    // [tokens, heads, v_dim]    bf16 | f16 | f32 | f64 (reference)
-  Tensor w_v;    // [heads, head_dim, v_dim]  as out
-  Tensor out_v;  // [tokens, heads, head_dim] as out, out
+  Tensor out{};    // [tokens, heads, v_dim]    bf16 | f16 | f32 | f64 (reference)
+  Tensor w_v{};    // [heads, head_dim, v_dim]  as out
+  Tensor out_v{};  // [tokens, heads, head_dim] as out, out
 };
 
 /// d_out[t,h] = w_v[h]^T @ d_out_v[t,h],   d_w_v[h] += sum_t d_out_v[t,h] (outer) out[t,h]
 struct ValueProjectionBackward {
-  Tensor out;      // [tokens, heads, v_dim]
-  Tensor w_v;      // [heads, head_dim, v_dim]
-  Tensor d_out_v;  // [tokens, heads, head_dim]  as out
-  Tensor d_out;    // [tokens, heads, v_dim]     as out, out
-  Tensor d_w_v;    // [heads, head_dim, v_dim]   f32 (f64 with f64): added to; as out (bf16, f16):
-                   // overwritten, rounded once
+  Tensor out{};      // [tokens, heads, v_dim]
+  Tensor w_v{};      // [heads, head_dim, v_dim]
+  Tensor d_out_v{};  // [tokens, heads, head_dim]  as out
+  Tensor d_out{};    // [tokens, heads, v_dim]     as out, out
+  Tensor d_w_v{};    // [heads, head_dim, v_dim]   f32 (f64 with f64): added to; else as out,
+                     //   overwritten, rounded once
 };
 
 void value_projection_forward(const ValueProjectionForward& args, const Execution& execution = {});

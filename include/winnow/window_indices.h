@@ -17,17 +17,15 @@ namespace winnow {
 /// query rows of -1 have empty lists. A list that does not fit is refused where the offsets are
 /// host memory; on a device it is cut.
 struct WindowIndices {
-  Tensor cu_seqlens;         // [documents + 1]     i32, as in KeyWindows
-  Tensor cu_seqlens_padded;  // [documents + 1]     i32, optional
-  Tensor query_rows;         // [tokens]            i32, optional
-  std::int32_t window = 0;   // rows, the own one included; 0: none
-  std::int32_t ratio = 0;    // rows per pool entry; 0: no pools
-  std::int32_t key_offset =
-      0;            // where the pools begin; at least the number of rows, if there are pools
-  Tensor pool_ids;  // [tokens, pool_topk]  i32, optional: chosen entries, as index_topk gives; -1:
-                    // none
-  Tensor indices;   // [tokens, topk]       i32, out; topk >= window + pool_topk
-  Tensor lengths;   // [tokens]             i32, out: valid entries of each list
+  Tensor cu_seqlens{};          // [documents + 1]     i32, as in KeyWindows
+  Tensor cu_seqlens_padded{};   // [documents + 1]     i32, optional
+  Tensor query_rows{};          // [tokens]            i32, optional
+  std::int32_t window = 0;      // rows, the own one included; 0: none
+  std::int32_t ratio = 0;       // rows per pool entry, at least 2; 0: no pools
+  std::int32_t key_offset = 0;  // where pools begin, behind all rows
+  Tensor pool_ids{};            // [tokens, pool_topk]  i32, optional: chosen entries; -1: none
+  Tensor indices{};             // [tokens, topk]       i32, out; topk >= window + pool_topk
+  Tensor lengths{};             // [tokens]             i32, out: valid entries of each list
 };
 
 void window_indices(const WindowIndices& args, const Execution& execution = {});

@@ -53,13 +53,14 @@ inline constexpr char workspace_small[] = "must be at least {} bytes, as workspa
 inline constexpr char workspace_null[] = "must be given where workspace_bytes is not 0";
 
 // Legal, but not here: the sentences of why_not.
+inline constexpr char no_f64[] = "does not take f64: it computes in fp32";
 inline constexpr char not_built[] = "is not in this build";
 inline constexpr char no_such_op[] = "does not have this operator";
 inline constexpr char device_out_of_reach[] = "cannot reach tensors on {}";
 inline constexpr char over_limit[] =
     "needs a workspace_limit of at least {} bytes for this call, the limit is {}";
 
-inline constexpr std::array<const char*, 41> all = {absent,
+inline constexpr std::array<const char*, 42> all = {absent,
                                                     rank,
                                                     rank_of_x,
                                                     dtype,
@@ -96,6 +97,7 @@ inline constexpr std::array<const char*, 41> all = {absent,
                                                     narrow_list,
                                                     workspace_small,
                                                     workspace_null,
+                                                    no_f64,
                                                     not_built,
                                                     no_such_op,
                                                     device_out_of_reach,

@@ -2,6 +2,7 @@
 // parallel_for for the CPU backends: independent tasks, each with scratch memory of its lane.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -19,10 +20,13 @@ int thread_count(const Execution& execution);
 class Scratch {
  public:
   static constexpr std::size_t kAlignment = 64;
-  /// What `count` elements of T take of a Scratch.
+  /// What `count` elements of T take of a Scratch; past 2^60 it stays there, so that sums of some
+  /// such sizes are over every limit and do not wrap around.
   template <class T>
   static constexpr std::size_t bytes(std::int64_t count) {
-    const std::size_t raw = static_cast<std::size_t>(count) * sizeof(T);
+    constexpr std::size_t kMost = std::size_t{1} << 60;
+    const std::size_t raw =
+        std::min(static_cast<std::size_t>(count), kMost / sizeof(T)) * sizeof(T);
     return (raw + kAlignment - 1) / kAlignment * kAlignment;
   }
 

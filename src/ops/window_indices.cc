@@ -57,6 +57,7 @@ Checked<WindowIndices> checked(const WindowIndices& args) {
   check.dim_in_range("topk", 1, kMaxInt32);
   check.in_range("window", args.window, 0, kMaxInt32);
   check.in_range("ratio", args.ratio, 0, kMaxInt32);
+  if (args.ratio == 1) check.fail("ratio", "1", refusal::one_of, "0 or at least 2");
   check.in_range("key_offset", args.key_offset, 0, kMaxInt32);
   if (args.pool_ids) {
     if (args.ratio == 0) check.fail("pool_ids", describe(args.pool_ids), refusal::needs_pools);

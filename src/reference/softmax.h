@@ -11,8 +11,9 @@ namespace winnow::reference {
 
 inline constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
-/// log(exp(a) + exp(b))
+/// log(exp(a) + exp(b)); NaN if either is.
 inline double log_add_exp(double a, double b) {
+  if (std::isnan(b)) return b;
   const double larger = std::max(a, b);
   if (std::isinf(larger)) return larger;
   return larger + std::log1p(std::exp(std::min(a, b) - larger));

@@ -169,46 +169,51 @@ std::size_t scratch_bytes(const SparseAttentionForward& args, const Execution&) 
 void run(const SparseAttentionForward& args, const Execution& execution) {
   const Sizes n = sizes(args);
   const Slots slots(args.indices, args.lengths, n.keys);
-  parallel_for(
-      execution, n.tokens, scratch_bytes(args, execution), [&](std::int64_t t, Scratch scratch) {
-        const std::span<double> q = scratch.take<double>(n.heads * n.qk_dim);
-        const std::span<double> s = scratch.take<double>(n.heads * n.topk);  // later p
-        const std::span<double> out = scratch.take<double>(n.heads * n.v_dim);
-        const std::span<double> key = scratch.take<double>(n.qk_dim);
+  parallel_for(execution, n.tokens, scratch_bytes(args, execution),
+               [&](std::int64_t t, Scratch scratch) {
+                 const std::span<double> q = scratch.take<double>(n.heads * n.qk_dim);
+                 const std::span<double> s = scratch.take<double>(n.heads * n.topk);  // later p
+                 const std::span<double> out = scratch.take<double>(n.heads * n.v_dim);
+                 const std::span<double> key = scratch.take<double>(n.qk_dim);
 
-        for (std::int64_t h = 0; h < n.heads; ++h) read_row(args.q, {t, h}, row(q, h, n.qk_dim));
-        for (std::int64_t j = 0; j < n.topk; ++j) {
-          const std::int64_t i = slots.key(t, j);
-          if (i != kNoKey) read_row(args.kv, {i}, key);
-          for (std::int64_t h = 0; h < n.heads; ++h) {
-            row(s, h, n.topk)[j] =
-                i == kNoKey ? kMinusInfinity : args.scale * dot(row(q, h, n.qk_dim), key);
-          }
-        }
+                 for (std::int64_t h = 0; h < n.heads; ++h)
+                   read_row(args.q, {t, h}, row(q, h, n.qk_dim));
+                 for (std::int64_t j = 0; j < n.topk; ++j) {
+                   const std::int64_t i = slots.key(t, j);
+                   if (i != kNoKey) read_row(args.kv, {i}, key);
+                   for (std::int64_t h = 0; h < n.heads; ++h) {
+                     row(s, h, n.topk)[j] =
+                         i == kNoKey ? kMinusInfinity : args.scale * dot(row(q, h, n.qk_dim), key);
+                   }
+                 }
 
-        for (std::int64_t h = 0; h < n.heads; ++h) {
-          const std::span<double> s_of_head = row(s, h, n.topk);
-          const double lse = log_sum_exp(s_of_head);
-          const double sink = args.sink ? read(args.sink, {h}) : kMinusInfinity;
-          const double log_sum = log_add_exp(lse, sink);
-          write(args.lse, {t, h}, lse);
-          if (args.max_logits)
-            write(args.max_logits, {t, h}, *std::max_element(s_of_head.begin(), s_of_head.end()));
-          for (double& value : s_of_head) value = probability(value, log_sum);
-        }
+                 for (std::int64_t h = 0; h < n.heads; ++h) {
+                   const std::span<double> s_of_head = row(s, h, n.topk);
+                   const double lse = log_sum_exp(s_of_head);
+                   const double sink = args.sink ? read(args.sink, {h}) : kMinusInfinity;
+                   const double log_sum = log_add_exp(lse, sink);
+                   write(args.lse, {t, h}, lse);
+                   if (args.max_logits) {
+                     double largest = kMinusInfinity;
+                     for (const double value : s_of_head)
+                       largest = std::fmax(largest, value);  // not NaN
+                     write(args.max_logits, {t, h}, largest);
+                   }
+                   for (double& value : s_of_head) value = probability(value, log_sum);
+                 }
 
-        std::fill(out.begin(), out.end(), 0.0);
-        for (std::int64_t j = 0; j < n.topk; ++j) {
-          const std::int64_t i = slots.key(t, j);
-          if (i == kNoKey) continue;
-          read_row(args.kv, {i}, key);
-          for (std::int64_t h = 0; h < n.heads; ++h) {
-            add_scaled(row(out, h, n.v_dim), row(s, h, n.topk)[j], key);
-          }
-        }
-        for (std::int64_t h = 0; h < n.heads; ++h)
-          write_row(args.out, {t, h}, row(out, h, n.v_dim));
-      });
+                 std::fill(out.begin(), out.end(), 0.0);
+                 for (std::int64_t j = 0; j < n.topk; ++j) {
+                   const std::int64_t i = slots.key(t, j);
+                   if (i == kNoKey) continue;
+                   read_row(args.kv, {i}, key);
+                   for (std::int64_t h = 0; h < n.heads; ++h) {
+                     add_scaled(row(out, h, n.v_dim), row(s, h, n.topk)[j], key);
+                   }
+                 }
+                 for (std::int64_t h = 0; h < n.heads; ++h)
+                   write_row(args.out, {t, h}, row(out, h, n.v_dim));
+               });
 }
 
 std::size_t scratch_bytes(const SparseAttentionBackward& args, const Execution& execution) {
