@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests share: inputs, drawn shapes, and the rules by which two results are equal."""
+
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+f64, f32, bf16, f16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+f8 = torch.float8_e4m3fn
+LOW = (bf16, f16, f32)
+
+# Relative error against the oracle on the same rounded inputs.
+OUT_LIMIT = {bf16: 4e-3, f16: 4e-3, f32: 1e-5, f64: 1e-10}
+GRAD_LIMIT = {bf16: 1e-2, f16: 1e-2, f32: 1e-5, f64: 1e-10}
+
+seeds = st.integers(0, 2**31 - 1)
+heads = st.integers(1, 3)
+dims = st.sampled_from([8, 16, 24])
+
+
+class Random:
+    """Reproducible tensors."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = f64) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=f64).to(dtype)
+
+    def integers(
+        self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32
+    ) -> Tensor:
+        """Whole numbers from low to high, both included."""
+        return torch.randint(low, high + 1, shape, generator=self.generator).to(dtype)
+
+    def lists(self, tokens: int, topk: int, keys: int) -> Tensor:
+        """Index lists with gaps, duplicates, numbers that are no key, and some rows without any."""
+        indices = self.integers(-2, keys + 1, tokens, topk)
+        empty = self.integers(0, 4, tokens, 1) == 0
+        return torch.where(empty, -1, indices).int()
+
+
+class Packing(NamedTuple):
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor | None
+    tokens: int  # with rows behind the last document
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"cu_seqlens_padded": self.cu_seqlens_padded}
+
+
+@st.composite
+def packings(draw, least_tokens: int = 0) -> Packing:
+    """Documents, some without rows, some with padding, and rows behind the last one."""
+    real = draw(st.lists(st.integers(0, 9), max_size=4))
+    padded = draw(st.booleans())
+    slots = [n + draw(st.integers(0, 3)) if padded else n for n in real]
+    tokens = max(sum(slots) + draw(st.integers(0, 2)), least_tokens)
+    return Packing(offsets(real), offsets(slots) if padded else None, tokens)
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def oracle_inputs(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The same numbers in float64, as leaves for autograd."""
+    return [None if x is None else x.detach().to(f64).requires_grad_() for x in tensors]
+
+
+def gradients(outputs: list[tuple[Tensor, Tensor]], inputs: list[Tensor]) -> list[Tensor]:
+    """d sum(output * its gradient) / d inputs, by autograd; zeros where there is no way."""
+    total = sum((x.double() * d.double()).sum() for x, d in outputs)
+    return list(torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True))
+
+
+def assert_equal(actual: Tensor, expected: Tensor) -> None:
+    """The same dtype and numbers, NaN included."""
+    if actual.dtype == f8:
+        actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_near(actual: Tensor, expected: Tensor, limit: float = 1e-10) -> None:
+    """Every element within the limit, absolute and relative; infinities in the same places."""
+    torch.testing.assert_close(actual.to(f64), expected.detach(), rtol=limit, atol=limit)
+
+
+def assert_within(actual: Tensor, expected: Tensor, limit: float) -> None:
+    """The whole tensor within a relative error in the 2-norm."""
+    error = (actual.to(f64) - expected).norm().item()
+    norm = expected.norm().item()
+    assert error <= limit * norm, f"relative error {error / norm if norm else error}"
+
+
+def assert_rounded(actual: Tensor, sums: Tensor) -> None:
+    """The sums, rounded once; they are themselves a rounding of those that were rounded."""
+    kind = torch.finfo(actual.dtype)
+    error = (actual.to(f64) - sums.to(f64)).abs()
+    assert (error <= sums.abs().to(f64) * (kind.eps / 2 * 1.001) + kind.tiny).all()

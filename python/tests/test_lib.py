@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way into the library: kinds of tensors, errors, workspace, backends."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import native
+import numpy as np
+import pytest
+import torch
+from cases import Random, assert_equal, bf16, f64
+
+import winnow
+from winnow import _lib
+
+
+def loss_call(random: Random, rows: int = 3, **changes) -> dict:
+    call = {
+        "indices": random.integers(0, 9, rows, 4),
+        "scores": random.normal(rows, 4),
+        "target": random.normal(rows, 4).abs(),
+        "loss": native.poison(rows, dtype=f64),
+        "d_scores": native.poison(rows, 4, dtype=f64),
+    }
+    return call | changes
+
+
+def attention_call(random: Random, dtype=bf16) -> dict:
+    """A backward call with all that it can have."""
+    q, kv = random.normal(30, 3, 16, dtype=dtype), random.normal(20, 16, dtype=dtype)
+    indices, sink = random.lists(30, 7, 20), random.normal(3, dtype=torch.float32)
+    out, lse, _ = native.sparse_attention(q, kv, indices, 8, sink=sink, scale=0.25)
+    d_out = random.normal(30, 3, 8, dtype=dtype)
+    call = {"q": q, "kv": kv, "indices": indices, "sink": sink, "out": out, "lse": lse}
+    call |= {"d_out": d_out, "d_q": torch.empty_like(q), "d_kv": torch.empty_like(kv)}
+    return call | {"d_sink": torch.zeros(3), "scale": 0.25}
+
+
+def test_numpy_arrays_are_tensors():
+    call = loss_call(Random(1))
+    arrays = {name: tensor.numpy().copy() for name, tensor in call.items()}
+    _lib.run("index_loss", **call)
+    _lib.run("index_loss", **arrays)
+    for name in ("loss", "d_scores"):
+        assert_equal(torch.from_numpy(arrays[name]), call[name])
+
+
+def test_numpy_views_keep_their_strides():
+    call = loss_call(Random(2))
+    wide = np.zeros((6, 9))
+    wide[::2, 3:7] = call["scores"].numpy()
+    _lib.run("index_loss", **call)
+    other = loss_call(Random(2), scores=wide[::2, 3:7])
+    _lib.run("index_loss", **other)
+    assert_equal(other["loss"], call["loss"])
+
+
+def test_an_array_that_may_not_be_written_is_refused():
+    loss = np.zeros(3)
+    loss.flags.writeable = False
+    with pytest.raises(BufferError):
+        _lib.run("index_loss", **loss_call(Random(3), loss=loss))
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (torch.zeros(3, 4, dtype=torch.int64), ValueError, "index_loss: scores has dtype int64"),
+        (np.zeros((3, 4), np.int64), ValueError, "index_loss: scores has dtype int64"),
+        (torch.zeros(3, 4, device="meta"), ValueError, "index_loss: scores is on device meta"),
+        (torch.zeros(1, 1, 1, 1, 4), ValueError, "index_loss: scores has 5 dimensions"),
+        (np.zeros((1, 1, 1, 1, 4)), ValueError, "index_loss: scores has 5 dimensions"),
+        (np.zeros((3, 4)).T, ValueError, "index_loss: scores"),
+        ([[1.0]], TypeError, "index_loss: scores is a list"),
+        (torch.zeros((), dtype=f64), ValueError, "index_loss: scores"),
+    ],
+)
+def test_what_is_no_tensor_for_winnow_is_refused_by_name(value, error, text):
+    with pytest.raises(error, match=text):
+        _lib.run("index_loss", **loss_call(Random(4), scores=value))
+
+
+def test_numbers_that_do_not_fit_are_refused_by_name():
+    for ratio in (2**40, 1.5, "two"):
+        with pytest.raises(ValueError, match="key_windows: ratio"):
+            _lib.run("key_windows", ratio=ratio)
+    with pytest.raises(ValueError, match="execution: workspace_bytes"):
+        _lib.execution(workspace_bytes=-1)
+    with pytest.raises(TypeError, match="key_windows: no argument rows"):
+        _lib.run("key_windows", rows=3)
+
+
+@pytest.mark.parametrize("op", list(_lib._STRUCTS))
+def test_an_empty_call_names_its_first_argument(op):
+    first = _lib._STRUCTS[op].split()[0]
+    for function in (_lib.run, _lib.workspace_bytes, _lib.why_not):
+        with pytest.raises(ValueError, match=f"{op}: {first} absent: must be given"):
+            function(op)
+
+
+def test_execution_is_checked():
+    call = loss_call(Random(5))
+    with pytest.raises(ValueError, match="backend 'gpu': must be one of automatic, reference"):
+        _lib.execution(backend="gpu")
+    with pytest.raises(ValueError, match="index_loss: threads -1"):
+        _lib.run("index_loss", _lib.execution(threads=-1), **call)
+
+
+def test_a_backend_that_is_not_there_says_why():
+    usable = _lib.backends()
+    assert usable["reference"]
+    call = loss_call(Random(6))
+    missing = [name for name in ("cpu", "cuda") if name not in usable]
+    for name in missing:
+        execution = _lib.execution(backend=name)
+        reason = _lib.why_not("index_loss", execution, **call)
+        assert f"the {name} backend" in reason
+        with pytest.raises(NotImplementedError) as caught:
+            _lib.run("index_loss", execution, **call)
+        assert str(caught.value) == f"index_loss: {reason}"
+        assert call["loss"].isnan().all()
+    # What is wrong anywhere is said before what cannot be done here.
+    for name in missing:
+        with pytest.raises(ValueError, match="index_loss: target"):
+            _lib.run("index_loss", _lib.execution(backend=name), **call | {"target": None})
+
+
+def test_automatic_takes_a_backend_that_can():
+    call = loss_call(Random(7))
+    assert _lib.why_not("index_loss", **call) == ""
+    _lib.run("index_loss", **call)
+    assert call["loss"].isfinite().all()
+
+
+def test_a_workspace_that_is_too_small_is_refused_with_both_sizes():
+    call = attention_call(Random(8))
+    size = _lib.workspace_bytes("sparse_attention_backward", native.REFERENCE, **call)
+    assert size > 0
+    memory = torch.zeros(size + 16, dtype=torch.uint8)
+    address = -(-memory.data_ptr() // 16) * 16
+
+    def run(given: int) -> None:
+        own = {"workspace": address, "workspace_bytes": given}
+        execution = _lib.execution(backend="reference", **own)
+        _lib.run("sparse_attention_backward", execution, **call)
+
+    with pytest.raises(ValueError, match=f"workspace.*{size - 1}.*{size}"):
+        run(size - 1)
+    assert not call["d_sink"].any()
+    run(size)
+    again = attention_call(Random(8))
+    _lib.run("sparse_attention_backward", native.REFERENCE, **again)
+    for name in ("d_q", "d_kv", "d_sink"):
+        assert_equal(call[name], again[name])
+
+
+def test_the_workspace_limit_changes_no_bit():
+    whole = attention_call(Random(9))
+    _lib.run("sparse_attention_backward", native.REFERENCE, **whole)
+    done = 0
+    for limit in (1 << 20, 1 << 14, 1 << 12, 1 << 10, 1 << 8, 0):
+        call = attention_call(Random(9))
+        execution = _lib.execution(backend="reference", workspace_limit=limit)
+        reason = _lib.why_not("sparse_attention_backward", execution, **call)
+        if reason:
+            assert f"the limit is {limit}" in reason
+            continue
+        # The fp32 copy behind a bf16 d_kv comes on top of the limit.
+        bytes_needed = _lib.workspace_bytes("sparse_attention_backward", execution, **call)
+        assert bytes_needed <= limit + call["kv"].numel() * 8
+        _lib.run("sparse_attention_backward", execution, **call)
+        for name in ("d_q", "d_kv", "d_sink"):
+            assert_equal(call[name], whole[name])
+        done += 1
+    assert done
+
+
+def test_threads_do_not_mix_up_errors():
+    def refused(n: int) -> bool:
+        scores = torch.zeros(3, n + 5, dtype=f64)
+        for _ in range(50):
+            with pytest.raises(ValueError, match=f"scores f64\\[3, {n + 5}\\]"):
+                _lib.run("index_loss", **loss_call(Random(n), scores=scores))
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(refused, range(8)))
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", code]
+    package = os.path.dirname(os.path.dirname(winnow.__file__))
+    environment = os.environ | {"PYTHONPATH": package} | environment
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_library_is_called_without_torch():
+    code = """
+import sys, numpy as np
+from winnow import _lib
+begin, end = np.zeros(5, np.int32), np.zeros(5, np.int32)
+_lib.run("key_windows", cu_seqlens=np.array([0, 3, 5], np.int32), begin=begin, end=end)
+print(begin, end, "torch" in sys.modules)
+"""
+    done = python(code)
+    assert done.stdout == "[0 0 0 3 3] [1 2 3 4 5] False\n", done.stderr
+
+
+def test_a_library_of_another_version_is_refused(tmp_path):
+    (tmp_path / "winnow").mkdir()
+    for name in ("__init__.py", "_lib.py"):
+        source = os.path.join(os.path.dirname(winnow.__file__), name)
+        with open(source) as file:
+            text = file.read().replace('__version__ = "0.1.0"', '__version__ = "9.9.9"')
+        text = text.replace("x values scale power_of_two:?=0", "x values scale")
+        (tmp_path / "winnow" / name).write_text(text)
+    done = python("import winnow._lib", PYTHONPATH=str(tmp_path), WINNOW_LIBRARY=_lib._lib._name)
+    assert "does not belong to this package: quantize_fp8 272 (here 264)" in done.stderr
+    assert f"version {winnow.__version__} (here 9.9.9)" in done.stderr

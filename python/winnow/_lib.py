@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls into libwinnow.so: finds it, packs the argument structs, turns error codes into exceptions.
+
+The only file that knows ctypes. Tensors are torch tensors, or anything with ``__dlpack__``; outputs
+are tensors that the caller made. On a CUDA stream they must live until it has passed the call.
+"""
+
+import ctypes
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from winnow import __version__
+
+# The argument structs of include/winnow, field by field in their order. A bare word is a tensor, a
+# number has its letter of the struct module and its default, an enum its words, the default first.
+_STRUCTS = {
+    "key_windows": """
+        cu_seqlens cu_seqlens_padded query_rows ratio:i=1 padding_rows:empty|see_document
+        begin end""",
+    "window_indices": """
+        cu_seqlens cu_seqlens_padded query_rows window:i=0 ratio:i=0 key_offset:i=0
+        pool_ids indices lengths""",
+    "index_topk_forward": """
+        q k weights k_scale begin end indices lengths scores order:ascending|by_score replay:?=0""",
+    "index_topk_backward": """
+        q k weights begin end indices lengths d_scores d_q d_weights d_k""",
+    "sparse_attention_forward": """
+        q kv indices lengths sink out lse max_logits scale:f=0""",
+    "sparse_attention_backward": """
+        q kv indices lengths sink out lse d_out d_lse d_q d_kv d_sink scale:f=0
+        max_heads_per_pass:i=0""",
+    "value_projection_forward": """
+        out w_v out_v""",
+    "value_projection_backward": """
+        out w_v d_out_v d_out d_w_v""",
+    "index_target": """
+        q kv indices lengths sink lse target scale:f=0 key_offset:i=0""",
+    "index_loss": """
+        indices lengths scores target loss d_scores""",
+    "dense_index_loss_forward": """
+        q kv sink index_q index_k weights begin end loss lse scale:f=0 key_offset:i=0""",
+    "dense_index_loss_backward": """
+        q kv sink index_q index_k weights begin end lse d_loss d_index_q d_weights d_index_k
+        scale:f=0 key_offset:i=0""",
+    "quantize_fp8": """
+        x values scale power_of_two:?=0""",
+}
+_EXECUTION = """
+    backend:automatic|reference|cpu|cuda stream:P=0 workspace:P=0 workspace_bytes:N=0
+    workspace_limit:N=268435456 threads:i=0 deterministic:?=0"""
+
+_TENSOR = "Piiii4q4q"  # data, dtype, device kind, device index, rank, shape, stride
+_ABSENT = (0, 0, 0, 0, -1) + (0,) * 8
+_FILL = tuple((0,) * (4 - rank) for rank in range(5))  # behind the shape of a tensor of that rank
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int32")
+_DEVICES = ("cpu", "cuda")
+
+# By type code, bits and lanes.
+_DLPACK_DTYPES = {
+    (2, 32, 1): "float32",
+    (4, 16, 1): "bfloat16",
+    (2, 16, 1): "float16",
+    (2, 64, 1): "float64",
+    (10, 8, 1): "float8_e4m3fn",
+    (0, 32, 1): "int32",
+}
+_DLPACK_DEVICES = {1: 0, 2: 1, 3: 0}  # cpu, cuda, pinned host memory
+
+_ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}  # ErrorCode; others: RuntimeError
+
+
+class _Field(NamedTuple):
+    name: str
+    kind: str  # "tensor", "enum" or a letter of the struct module
+    default: tuple[int, ...]  # what stands in the struct
+    words: tuple[str, ...] = ()
+
+    def number(self, owner: str, value: Any) -> Any:
+        """What stands in the struct for a `value` that is no tensor."""
+        if self.words:
+            if value not in self.words:
+                allowed = ", ".join(self.words)
+                raise ValueError(f"{owner}: {self.name} {value!r}: must be one of {allowed}")
+            return self.words.index(value)
+        try:
+            struct.pack(self.kind, value)
+        except (struct.error, OverflowError) as error:
+            raise ValueError(f"{owner}: {self.name} {value!r}: {error}") from None
+        return value
+
+
+def _field(word: str) -> _Field:
+    name, _, kind = word.partition(":")
+    if not kind:
+        return _Field(name, "tensor", _ABSENT)
+    if "|" in kind:
+        return _Field(name, "enum", (0,), tuple(kind.split("|")))
+    letter, _, default = kind.partition("=")
+    return _Field(name, letter, (int(default),))
+
+
+class _Layout:
+    """A C struct: its fields, and the struct.Struct with their offsets."""
+
+    def __init__(self, spec: str) -> None:
+        self.fields = [_field(word) for word in spec.split()]
+        formats = {"tensor": _TENSOR, "enum": "i"}
+        # Native mode aligns as C does; the 0P pads the end to the alignment of a pointer.
+        self.struct = struct.Struct(
+            "".join(formats.get(f.kind, f.kind) for f in self.fields) + "0P"
+        )
+
+    def pack(self, owner: str, given: dict[str, Any], keep: list[Any]) -> bytes:
+        """The struct's bytes. What must live as long as they do is added to `keep`."""
+        values: list[Any] = []
+        found = 0
+        for field in self.fields:
+            name, kind, default, _ = field
+            if name not in given:
+                values += default
+                continue
+            found += 1
+            value = given[name]
+            if kind != "tensor":
+                values.append(field.number(owner, value))
+            elif value is None:
+                values += default
+            else:
+                values += _view(owner, name, value, keep)
+        if found != len(given):
+            unknown = sorted(set(given) - {field.name for field in self.fields})
+            raise TypeError(f"{owner}: no argument {', '.join(unknown)}")
+        return self.struct.pack(*values)
+
+
+class _DLTensor(ctypes.Structure):
+    """DLPack's tensor, with which its managed tensor begins."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+# Numbers of torch.dtype and torch.device objects, as they come.
+_dtype_numbers: dict[Any, int] = {}
+_device_numbers: dict[Any, tuple[int, int]] = {}
+
+
+def _view(op: str, name: str, tensor: Any, keep: list[Any]) -> tuple[int, ...]:
+    """The values of a winnow::Tensor."""
+    if hasattr(tensor, "data_ptr"):  # torch
+        dtype, device = tensor.dtype, tensor.device
+        if dtype not in _dtype_numbers:
+            _dtype_numbers[dtype] = _dtype_number(op, name, str(dtype).removeprefix("torch."))
+        if device not in _device_numbers:
+            if device.type not in _DEVICES:
+                raise ValueError(f"{op}: {name} is on device {device}: must be cpu or cuda")
+            _device_numbers[device] = _DEVICES.index(device.type), device.index or 0
+        number, (kind, index) = _dtype_numbers[dtype], _device_numbers[device]
+        data, shape, stride = tensor.data_ptr(), tensor.shape, tensor.stride()
+    elif hasattr(tensor, "__dlpack__"):
+        capsule = tensor.__dlpack__()
+        keep.append(capsule)
+        view = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+        dtype = _DLPACK_DTYPES.get((view.code, view.bits, view.lanes), f"{tensor.dtype}")
+        number = _dtype_number(op, name, dtype)
+        if view.device_type not in _DLPACK_DEVICES:
+            raise ValueError(
+                f"{op}: {name} has DLPack device {view.device_type}: must be 1, 2 or 3"
+            )
+        kind, index = _DLPACK_DEVICES[view.device_type], view.device_id
+        data, shape = (view.data or 0) + view.byte_offset, view.shape[: view.ndim]
+        stride = view.strides[: view.ndim] if view.strides else _contiguous(shape)
+    else:
+        raise TypeError(f"{op}: {name} is a {type(tensor).__name__}: must be a tensor")
+    rank = len(shape)
+    if rank >= len(_FILL):
+        raise ValueError(f"{op}: {name} has {rank} dimensions: must be at most {len(_FILL) - 1}")
+    fill = _FILL[rank]
+    return (data, number, kind, index, rank, *shape, *fill, *stride, *fill)
+
+
+def _dtype_number(op: str, name: str, dtype: str) -> int:
+    if dtype not in _DTYPES:
+        raise ValueError(f"{op}: {name} has dtype {dtype}: must be one of {', '.join(_DTYPES)}")
+    return _DTYPES.index(dtype)
+
+
+def _contiguous(shape: list[int]) -> list[int]:
+    stride = [1] * len(shape)
+    for i in reversed(range(len(shape) - 1)):
+        stride[i] = stride[i + 1] * shape[i + 1]
+    return stride
+
+
+class _Op(ctypes.Structure):
+    """An entry of the library's table, src/c_abi.cc."""
+
+    _run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
+    _ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("args_bytes", ctypes.c_size_t),
+        ("run", _run),
+        ("workspace_bytes", _ask),
+        ("why_not", _ask),
+    ]
+
+
+class _Functions(NamedTuple):
+    """What _Op holds, without the cost of asking a ctypes.Structure for it in every call."""
+
+    run: Callable[..., int]
+    workspace_bytes: Callable[..., int]
+    why_not: Callable[..., int]
+
+
+def _find() -> str:
+    if named := os.environ.get("WINNOW_LIBRARY"):
+        return os.path.abspath(named)
+    here = Path(__file__).resolve().parent
+    places = [here / "libwinnow.so", here.parents[1] / "build" / "release" / "libwinnow.so"]
+    for place in places:
+        if place.exists():
+            return str(place)
+    looked = ", ".join(map(str, places))
+    raise ImportError(f"libwinnow.so not found: looked at {looked}; WINNOW_LIBRARY can name it")
+
+
+def _load() -> tuple[ctypes.CDLL, dict[str, _Functions]]:
+    """The library and its ops, once it is certain that both sides mean the same bytes."""
+    path = _find()
+    lib = ctypes.CDLL(path)
+    lib.winnow_version.restype = lib.winnow_last_error.restype = ctypes.c_char_p
+    lib.winnow_tensor_bytes.restype = lib.winnow_execution_bytes.restype = ctypes.c_size_t
+    lib.winnow_ops.restype = ctypes.POINTER(_Op)
+    count = ctypes.c_size_t()
+    table = lib.winnow_ops(ctypes.byref(count))
+    ops = table[: count.value]
+    theirs: dict[str, Any] = {op.name.decode(): op.args_bytes for op in ops}
+    theirs |= {"Tensor": lib.winnow_tensor_bytes(), "Execution": lib.winnow_execution_bytes()}
+    theirs["version"] = lib.winnow_version().decode()
+    ours: dict[str, Any] = {name: layout.struct.size for name, layout in _LAYOUTS.items()}
+    ours |= {"Tensor": struct.calcsize(_TENSOR), "Execution": _EXECUTION_LAYOUT.struct.size}
+    ours["version"] = __version__
+    if ours != theirs:
+        names = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
+        differ = ", ".join(f"{n} {theirs.get(n)} (here {ours.get(n)})" for n in names)
+        raise ImportError(f"{path} does not belong to this package: {differ}")
+    return lib, {op.name.decode(): _Functions(op.run, op.workspace_bytes, op.why_not) for op in ops}
+
+
+_LAYOUTS = {name: _Layout(spec) for name, spec in _STRUCTS.items()}
+_EXECUTION_LAYOUT = _Layout(_EXECUTION)
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_lib, _ops = _load()
+
+
+def _check(code: int) -> None:
+    if code:
+        raise _ERRORS.get(code, RuntimeError)(_lib.winnow_last_error().decode())
+
+
+def _text(call: Callable[..., int], *arguments: Any) -> str:
+    text = ctypes.c_char_p()
+    _check(call(*arguments, ctypes.byref(text)))
+    return (text.value or b"").decode()
+
+
+def execution(**fields: Any) -> bytes:
+    """winnow::Execution by its fields; `workspace` is an address."""
+    return _EXECUTION_LAYOUT.pack("execution", fields, [])
+
+
+_AUTOMATIC = execution()
+
+
+def run(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> None:
+    """Runs an op. Arguments are the fields of its struct; a tensor that is None is absent."""
+    keep: list[Any] = []
+    _check(_ops[op].run(_LAYOUTS[op].pack(op, arguments, keep), execution))
+
+
+def workspace_bytes(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> int:
+    """What such a call takes as workspace."""
+    keep: list[Any] = []
+    size = ctypes.c_size_t()
+    args = _LAYOUTS[op].pack(op, arguments, keep)
+    _check(_ops[op].workspace_bytes(args, execution, ctypes.byref(size)))
+    return size.value
+
+
+def why_not(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> str:
+    """Empty if such a call can run, else a sentence that says why not."""
+    keep: list[Any] = []
+    return _text(_ops[op].why_not, _LAYOUTS[op].pack(op, arguments, keep), execution)
+
+
+def backends() -> dict[str, str]:
+    """What every backend that is usable here runs on."""
+    words = _EXECUTION_LAYOUT.fields[0].words
+    usable = [n for n in range(1, len(words)) if not _text(_lib.winnow_backend_why_not, n)]
+    return {words[n]: _text(_lib.winnow_backend_describe, n) for n in usable}
