@@ -9,7 +9,7 @@ build = cmake --preset $(1) && cmake --build --preset $(1)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja already uses all cores
-.PHONY: help run bench test gpu-test lint format tidy clean
+.PHONY: help run bench test gpu-test gpu-bundle lint format tidy clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,10 @@ endif
 gpu-test: build/.packages .venv/.installed ## build with CUDA, run all tests on this machine's GPU
 	CUDACXX=$(nvcc) $(call build,cuda)
 	$(venv)/python scripts/test.py cuda
+
+gpu-bundle: build/.packages ## build with CUDA, pack build/gpu for a machine with a GPU and a driver
+	CUDACXX=$(nvcc) $(call build,cuda)
+	scripts/gpu_bundle.sh build/cuda build/gpu
 
 lint: .venv/.installed ## check format, style and layers
 	@$(venv)/clang-format --dry-run -Werror $(cpp_files)

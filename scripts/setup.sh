@@ -8,7 +8,8 @@ cd "$(dirname "$0")/.."
 
 packages=(
   cmake ninja-build g++ pkg-config git python3-venv
-  libfmt-dev nlohmann-json3-dev libcli11-dev libgtest-dev libtbb-dev libopenblas-dev
+  libfmt-dev nlohmann-json3-dev libcli11-dev libgtest-dev libtbb-dev libhwy-dev
+  libopenblas-dev
 )
 
 is_installed() {

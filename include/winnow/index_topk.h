@@ -51,8 +51,6 @@ struct IndexTopkBackward {
   Tensor d_weights{};  // [tokens, index_heads]             as weights, out
   Tensor d_k{};        // [keys, index_dim]                 as weights: added to; else as q,
                        //   overwritten, rounded once
-};                     // [keys, index_dim]                 as weights: added to; as q (bf16, f16):
-                       // overwritten, rounded once
 };
 
 void index_topk_forward(const IndexTopkForward& args, const Execution& execution = {});
