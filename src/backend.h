@@ -36,6 +36,7 @@ struct BackendTable {
 };
 
 extern const BackendTable reference_backend;
+extern const BackendTable cpu_backend;
 /// Null in a build without CUDA.
 const BackendTable* find_cuda_backend();
 

@@ -42,10 +42,11 @@ const BackendTable* find_backend(Backend backend) {
   switch (backend) {
     case Backend::reference:
       return &reference_backend;
+    case Backend::cpu:
+      return &cpu_backend;
     case Backend::cuda:
       return find_cuda_backend();
     case Backend::automatic:
-    case Backend::cpu:
       break;
   }
   return nullptr;

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// The cpu backend's table.
+#include "backend.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include <fmt/format.h>
+#include <hwy/targets.h>
+
+#include "core/refusals.h"
+#include "core/threads.h"
+#include "cpu/ops.h"
+
+namespace winnow {
+
+extern const BackendTable cpu_backend;
+
+namespace {
+
+constexpr std::size_t kAlignment = Scratch::kAlignment;
+
+/// What an op may plan with: a caller's workspace may have to be cut to begin at a vector's
+/// boundary.
+Execution planned(Execution execution) {
+  execution.workspace_limit -= std::min(execution.workspace_limit, kAlignment);
+  return execution;
+}
+
+template <class Args>
+std::string why_not_op(const Args& args, const Execution& execution) {
+  return cpu::why_not(args, planned(execution));
+}
+
+template <class Args>
+std::size_t workspace_bytes_of(const Args& args, const Execution& execution) {
+  const std::size_t bytes = cpu::workspace_bytes(args, planned(execution));
+  return bytes == 0 ? 0 : bytes + kAlignment;
+}
+
+template <class Args>
+void run_op(const Args& args, const Execution& execution) {
+  const HostWorkspace workspace(execution, workspace_bytes_of(args, execution));
+  Execution aligned = planned(workspace.execution());
+  const std::size_t skipped = -reinterpret_cast<std::uintptr_t>(aligned.workspace) % kAlignment;
+  if (aligned.workspace != nullptr) {
+    aligned.workspace = static_cast<std::byte*>(aligned.workspace) + skipped;
+    aligned.workspace_bytes -= std::min(aligned.workspace_bytes, skipped);
+  }
+  cpu::run(args, aligned);
+}
+
+template <class Args>
+constexpr Op<Args> op() {
+  return {why_not_op<Args>, workspace_bytes_of<Args>, run_op<Args>};
+}
+
+/// The best SIMD target that this machine has, among those that the library was compiled for.
+std::string chosen_target() {
+  const std::int64_t usable = hwy::SupportedTargets() & HWY_TARGETS;
+  return hwy::TargetName(usable & -usable);  // better targets have lower bits
+}
+
+}  // namespace
+
+const BackendTable cpu_backend = {
+    .backend = Backend::cpu,
+    .reaches = DeviceKind::cpu,
+    .why_not = [] { return std::string(); },
+    .describe = [] { return fmt::format("{} on {} threads", chosen_target(), thread_count({})); },
+    .ops = {op<KeyWindows>(), op<WindowIndices>(), op<IndexTopkForward>(), op<IndexTopkBackward>(),
+            op<SparseAttentionForward>(), op<SparseAttentionBackward>(),
+            op<ValueProjectionForward>(), op<ValueProjectionBackward>(), op<IndexTarget>(),
+            op<IndexLoss>(), op<DenseIndexLossForward>(), op<DenseIndexLossBackward>(),
+            op<QuantizeFp8>()}};
+
+}  // namespace winnow

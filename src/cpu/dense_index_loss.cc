@@ -1,0 +1,343 @@
+// SPDX-License-Identifier: Apache-2.0
+// The warm-up loss: the indexer against dense attention over every row's window.
+//
+// A task is one query row and goes through its window in blocks of keys. Attention's products are
+// made once where those of a whole window fit into the workspace, else a second time when lse is
+// known. Backward turns some rows' windows into index lists with d_scores and leaves the rest to
+// index_gradient.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <span>
+
+#include "core/refusals.h"
+#include "core/threads.h"
+#include "core/view.h"
+#include "cpu/index_gradient.h"
+#include "cpu/ops.h"
+#include "cpu/plan.h"
+#include "cpu/simd.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/dense_index_loss.cc"
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+
+#include "cpu/attention_logits-inl.h"
+#include "cpu/divergence-inl.h"
+#include "cpu/exp-inl.h"
+#include "cpu/widen-inl.h"
+
+#ifndef WINNOW_CPU_DENSE_INDEX_LOSS_CC_
+#define WINNOW_CPU_DENSE_INDEX_LOSS_CC_
+namespace winnow::cpu {
+
+/// Sizes of one query row's task.
+struct DenseRowPlan {
+  RowProductsPlan attention, index;
+  std::int64_t keys;  // of the longest window that there can be
+
+  template <class Args>
+  DenseRowPlan(const Args& args, std::int64_t kept_keys)
+      : attention(args.q, kept_keys), index(args.index_q), keys(args.index_k.shape[0]) {}
+
+  std::size_t bytes() const {
+    return attention.bytes() + index.bytes() + 3 * Scratch::bytes<float>(keys) +
+           Scratch::bytes<float>(attention.head_stride) +
+           Scratch::bytes<double>(attention.head_stride);
+  }
+};
+
+/// Keeps a whole window's products where all lanes have room for it.
+template <class Args>
+DenseRowPlan plan_dense_row(const Args& args, const Execution& execution) {
+  const DenseRowPlan keeps_all(args, args.index_k.shape[0]);
+  const std::size_t lanes_bytes =
+      keeps_all.bytes() * static_cast<std::size_t>(thread_count(execution));
+  return lanes_bytes <= execution.workspace_limit / 2 ? keeps_all : DenseRowPlan(args, 0);
+}
+
+}  // namespace winnow::cpu
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace winnow::cpu::HWY_NAMESPACE {
+
+/// log-sum-exp of every head, block by block: fp32 within a block, double between them.
+class HeadSums {
+ public:
+  HeadSums(const RowProductsPlan& plan, Scratch& scratch)
+      : heads_(plan.heads),
+        most_(scratch.take<float>(plan.head_stride)),
+        sums_(scratch.take<double>(plan.head_stride)) {
+    std::fill(most_.begin(), most_.end(), -std::numeric_limits<float>::infinity());
+    std::fill(sums_.begin(), sums_.end(), 0.0);
+  }
+
+  void add(const RowProducts& products, std::int64_t first, std::int64_t count, float scale) {
+    const FloatTag d;
+    const auto factor = hn::Set(d, scale);
+    for (std::int64_t h = 0; h < heads_; h += kLanes) {
+      const auto before = hn::LoadU(d, most_.data() + h);
+      auto most = before;
+      for (std::int64_t i = 0; i < count; ++i) {
+        const auto logit = hn::Mul(factor, products.at(first + i, h));
+        most = hn::IfThenElse(hn::Gt(logit, most), logit, most);
+      }
+      const auto base = finite_or_zero(most);
+      auto sum = hn::Zero(d);
+      for (std::int64_t i = 0; i < count; ++i)
+        sum = hn::Add(sum, exp(d, hn::Sub(hn::Mul(factor, products.at(first + i, h)), base)));
+      HWY_ALIGN float added[kLanes], rescale[kLanes];
+      hn::Store(sum, d, added);
+      hn::Store(exp(d, hn::Sub(finite_or_zero(before), base)), d, rescale);
+      for (std::int64_t i = 0; i < kLanes; ++i) {
+        // Nothing was summed yet where the largest was -inf, so that its rescaling does not matter.
+        const double kept = sums_[h + i] == 0 ? 0 : sums_[h + i] * rescale[i];
+        sums_[h + i] = kept + added[i];
+      }
+      hn::StoreU(most, d, most_.data() + h);
+    }
+  }
+  float lse(std::int64_t h) const {
+    if (std::isinf(most_[h])) return most_[h];
+    return static_cast<float>(most_[h] + std::log(sums_[h]));
+  }
+
+ private:
+  static HWY_INLINE FloatVector finite_or_zero(FloatVector x) {
+    const FloatTag d;
+    const auto infinity = hn::Set(d, std::numeric_limits<float>::infinity());
+    return hn::IfThenZeroElse(hn::Eq(hn::Abs(x), infinity), x);
+  }
+  std::int64_t heads_;
+  std::span<float> most_;
+  std::span<double> sums_;
+};
+
+/// Both sides of one query row over its window: scores of the indexer, target of attention.
+template <class Args>
+class DenseRow {
+ public:
+  DenseRow(const Args& args, const DenseRowPlan& plan, std::int64_t t, Scratch& scratch)
+      : args_(args),
+        t_(t),
+        begin_(View<const std::int32_t, 1>(args.begin)(t)),
+        size_(View<const std::int32_t, 1>(args.end)(t) - begin_),
+        keeps_products_(size_ <= plan.attention.kept_keys),
+        attention_(plan.attention, scratch),
+        index_(plan.index, scratch),
+        scores_(scratch.take<float>(plan.keys)),
+        target_(scratch.take<float>(plan.keys)) {
+    attention_.load(args.q, t);
+    index_.load(args.index_q, t);
+    std::fill(index_.per_head.begin(), index_.per_head.end(), 0.0f);
+    widen_row(DType::f32, row_of(args.weights, t), index_.per_head.data(), index_.heads());
+  }
+  std::int64_t begin() const { return begin_; }
+  std::int64_t size() const { return size_; }
+
+  void compute_lse(float* lse, Scratch& scratch) {
+    HeadSums sums(attention_.plan(), scratch);
+    for_blocks([&](std::int64_t first, std::int64_t count) {
+      sums.add(attention_, multiply(first, count), count, args_.scale);
+    });
+    for (std::int64_t h = 0; h < attention_.heads(); ++h) lse[h] = sums.lse(h);
+    has_products_ = keeps_products_;
+  }
+
+  /// The divergence of the row, given lse, and its gradient for every key of the window.
+  float divergence_and_gradient(float* d_scores) {
+    load_log_sums(args_.lse, args_.sink, t_, attention_);
+    for_blocks([&](std::int64_t first, std::int64_t count) {
+      const std::int64_t place = has_products_ ? first : multiply(first, count);
+      index_.multiply_range(args_.index_k, begin_ + first, count, 0);
+      for (std::int64_t i = 0; i < count; ++i) {
+        target_[first + i] = target_of(attention_, place + i, args_.scale);
+        scores_[first + i] = score_of(index_, i);
+      }
+    });
+    return divergence(scores_.first(static_cast<std::size_t>(size_)), target_.data(), d_scores);
+  }
+
+ private:
+  template <class Use>
+  void for_blocks(const Use& use) {
+    for (std::int64_t first = 0; first < size_; first += kKeyBlock)
+      use(first, std::min(kKeyBlock, size_ - first));
+  }
+  /// Attention's products with some keys of the window; returns where they are kept.
+  std::int64_t multiply(std::int64_t first, std::int64_t count) {
+    const std::int64_t place = keeps_products_ ? first : 0;
+    attention_.multiply_range(args_.kv, args_.key_offset + begin_ + first, count, place);
+    return place;
+  }
+
+  const Args& args_;
+  std::int64_t t_, begin_, size_;
+  bool keeps_products_;
+  bool has_products_ = false;
+  RowProducts attention_, index_;
+  std::span<float> scores_, target_;
+};
+
+void dense_forward_row(const DenseIndexLossForward& args, const DenseRowPlan& plan, std::int64_t t,
+                       Scratch scratch) {
+  DenseRow row(args, plan, t, scratch);
+  const std::span<float> d_scores = scratch.take<float>(plan.keys);
+  row.compute_lse(static_cast<float*>(row_of(args.lse, t)), scratch);
+  View<float, 1>(args.loss)(t) = row.divergence_and_gradient(d_scores.data());
+}
+
+/// Writes row t as a list of keys, their d_scores, and its length. A key without a gradient is left
+/// out, so that d_loss of a row without loss touches nothing.
+void dense_gradient_row(const DenseIndexLossBackward& args, const DenseRowPlan& plan,
+                        std::int64_t t, std::int32_t* indices, float* d_scores,
+                        std::int32_t* length, Scratch scratch) {
+  DenseRow row(args, plan, t, scratch);
+  row.divergence_and_gradient(d_scores);
+  const float d_loss = View<const float, 1>(args.d_loss)(t);
+  for (std::int64_t i = 0; i < row.size(); ++i) {
+    indices[i] = d_scores[i] != 0 ? static_cast<std::int32_t>(row.begin() + i) : -1;
+    d_scores[i] *= d_loss;
+  }
+  *length = static_cast<std::int32_t>(row.size());
+}
+
+}  // namespace winnow::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace winnow::cpu {
+namespace {
+
+/// Backward works on some query rows at a time.
+struct DenseBackwardPlan {
+  std::int64_t width;  // of the index lists
+  std::int64_t rows;
+  DenseRowPlan row;
+
+  DenseBackwardPlan(const DenseIndexLossBackward& args, const Execution& execution)
+      : width(std::max<std::int64_t>(args.index_k.shape[0], 1)),
+        rows(std::clamp<std::int64_t>(
+            static_cast<std::int64_t>(execution.workspace_limit / 4 / row_bytes()), 1,
+            std::max<std::int64_t>(args.q.shape[0], 1))),
+        row(plan_dense_row(args, execution)) {}
+
+  std::size_t row_bytes() const {
+    return Scratch::bytes<std::int32_t>(width) + Scratch::bytes<float>(width) +
+           Scratch::bytes<std::int32_t>(1);
+  }
+  std::size_t list_bytes() const { return static_cast<std::size_t>(rows) * row_bytes(); }
+};
+
+/// The lists of one chunk of rows, in the workspace, as the arguments of index_gradient.
+IndexTopkBackward chunk_of(const DenseIndexLossBackward& args, const DenseBackwardPlan& plan,
+                           const Tensor& d_index_k, std::int64_t first, std::int64_t rows,
+                           Scratch lists) {
+  const auto rows_of = [&](const Tensor& tensor) {
+    Tensor part = from_row(tensor, first);
+    part.shape[0] = rows;
+    return part;
+  };
+  const auto list = [&](auto memory, DType dtype) {
+    return tensor(memory.data(), dtype, {rows, plan.width});
+  };
+  IndexTopkBackward chunk;
+  chunk.q = rows_of(args.index_q);
+  chunk.k = args.index_k;
+  chunk.weights = rows_of(args.weights);
+  chunk.begin = rows_of(args.begin);
+  chunk.end = rows_of(args.end);
+  chunk.indices = list(lists.take<std::int32_t>(plan.rows * plan.width), DType::i32);
+  chunk.d_scores = list(lists.take<float>(plan.rows * plan.width), DType::f32);
+  chunk.lengths = tensor(lists.take<std::int32_t>(plan.rows).data(), DType::i32, {rows});
+  chunk.d_q = rows_of(args.d_index_q);
+  chunk.d_weights = rows_of(args.d_weights);
+  chunk.d_k = d_index_k;
+  return chunk;
+}
+
+/// What is left for the lanes, or for index_gradient, behind the lists.
+Execution behind_lists(Execution execution, const DenseBackwardPlan& plan) {
+  const std::size_t bytes = plan.list_bytes();
+  execution.workspace_limit -= std::min(execution.workspace_limit, bytes);
+  if (execution.workspace != nullptr) {
+    execution.workspace = static_cast<std::byte*>(execution.workspace) + bytes;
+    execution.workspace_bytes -= bytes;
+  }
+  return execution;
+}
+
+IndexGradientPlan gradient_plan(const DenseIndexLossBackward& args, const DenseBackwardPlan& plan,
+                                const Execution& rest) {
+  return IndexGradientPlan(
+      chunk_of(args, plan, args.d_index_k, 0, std::min(plan.rows, args.q.shape[0]),
+               Scratch(nullptr, plan.list_bytes())),
+      rest);
+}
+
+}  // namespace
+
+HWY_EXPORT(dense_forward_row);
+HWY_EXPORT(dense_gradient_row);
+
+std::string why_not(const DenseIndexLossForward& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  return over_limit(DenseRowPlan(args, 0).bytes(), execution);
+}
+
+std::size_t workspace_bytes(const DenseIndexLossForward& args, const Execution& execution) {
+  const std::size_t lane = plan_dense_row(args, execution).bytes();
+  return lane * static_cast<std::size_t>(lane_count(execution, lane));
+}
+
+void run(const DenseIndexLossForward& args, const Execution& execution) {
+  const DenseRowPlan plan = plan_dense_row(args, execution);
+  parallel_for(execution, args.q.shape[0], plan.bytes(), [&](std::int64_t t, Scratch scratch) {
+    HWY_DYNAMIC_DISPATCH(dense_forward_row)(args, plan, t, scratch);
+  });
+}
+
+std::string why_not(const DenseIndexLossBackward& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  const DenseBackwardPlan plan(args, execution);
+  const std::size_t lane = DenseRowPlan(args, 0).bytes();
+  const std::size_t gradient = gradient_plan(args, plan, behind_lists(execution, plan)).least_bytes;
+  return over_limit(plan.list_bytes() + std::max(lane, gradient), execution);
+}
+
+std::size_t workspace_bytes(const DenseIndexLossBackward& args, const Execution& execution) {
+  const DenseBackwardPlan plan(args, execution);
+  const Execution rest = behind_lists(execution, plan);
+  const std::size_t lane = plan.row.bytes();
+  return KeySums::bytes(args.d_index_k) + plan.list_bytes() +
+         std::max(lane * static_cast<std::size_t>(lane_count(rest, lane)),
+                  gradient_plan(args, plan, rest).bytes);
+}
+
+void run(const DenseIndexLossBackward& args, const Execution& execution) {
+  const DenseBackwardPlan plan(args, execution);
+  const KeySums d_index_k(args.d_index_k, execution);
+  const Execution rest = behind_lists(d_index_k.rest, plan);
+  const IndexGradientPlan gradient = gradient_plan(args, plan, rest);
+  const std::int64_t tokens = args.q.shape[0];
+  for (std::int64_t first = 0; first < tokens; first += plan.rows) {
+    const std::int64_t rows = std::min(plan.rows, tokens - first);
+    const IndexTopkBackward chunk =
+        chunk_of(args, plan, d_index_k.sums, first, rows,
+                 Scratch(static_cast<std::byte*>(d_index_k.rest.workspace), plan.list_bytes()));
+    const View<std::int32_t, 2> indices(chunk.indices);
+    const View<float, 2> d_scores(chunk.d_scores);
+    const View<std::int32_t, 1> lengths(chunk.lengths);
+    parallel_for(rest, rows, plan.row.bytes(), [&](std::int64_t i, Scratch scratch) {
+      HWY_DYNAMIC_DISPATCH(dense_gradient_row)
+      (args, plan.row, first + i, &indices(i, 0), &d_scores(i, 0), &lengths(i), scratch);
+    });
+    index_gradient(chunk, gradient, rest);
+  }
+  d_index_k.finish();
+}
+
+}  // namespace winnow::cpu
+#endif

@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+// The indexer forward: scores and exact selection, and replay.
+//
+// Selection: a task holds some query rows, widened, and goes through the keys of their windows
+// panel by panel: one panel, in the first cache, is scored for all rows of the task, and every
+// row's Selection takes what may still be selected. Where there are fewer such tasks than threads,
+// each goes through a part of the keys, and what the parts have selected is merged. Replay: a task
+// is one row, its keys are gathered.
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "core/refusals.h"
+#include "core/threads.h"
+#include "core/view.h"
+#include "cpu/ops.h"
+#include "cpu/plan.h"
+#include "cpu/simd.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/index_topk.cc"
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+
+#include "cpu/index_scores-inl.h"
+#include "cpu/select-inl.h"
+
+#ifndef WINNOW_CPU_INDEX_TOPK_CC_
+#define WINNOW_CPU_INDEX_TOPK_CC_
+namespace winnow::cpu {
+
+inline constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+/// Slots that hold a selected key, and their scores, to put in order: the place of a score, larger
+/// first, and behind it that of the slot.
+using RankedSlot = std::uint64_t;
+
+/// Sizes of a call, the same on every SIMD target.
+struct IndexForwardPlan {
+  std::int64_t tokens, heads, dim, topk;
+  std::int64_t q_stride;
+  SelectionPlan selection;
+  std::size_t fixed_bytes;  // of a task
+  std::size_t row_bytes;    // and for every row of it
+  std::int64_t rows;        // of a task
+  std::int64_t parts = 1;   // into which the keys of a task's rows are cut
+
+  IndexForwardPlan(const IndexTopkForward& args, const Execution& execution)
+      : tokens(args.q.shape[0]),
+        heads(args.q.shape[1]),
+        dim(args.q.shape[2]),
+        topk(args.indices.shape[1]),
+        q_stride(padded_stride(dim)),
+        selection(args.k.shape[0], topk),
+        fixed_bytes(Scratch::bytes<float>(kColumnPadding * q_stride) +
+                    Scratch::bytes<float>(kColumnPadding * dim) +
+                    Scratch::bytes<float>(kColumnPadding * heads) +
+                    Scratch::bytes<float>(kColumnPadding)),
+        row_bytes(Scratch::bytes<float>(heads * q_stride) + Scratch::bytes<float>(heads)),
+        rows(1) {
+    if (args.replay) return;
+    // Half of a second cache of 512 KiB for the queries: they are read once for every panel.
+    const std::int64_t cached = (std::int64_t{1} << 18) / static_cast<std::int64_t>(row_bytes);
+    row_bytes += selection.bytes();
+    if (args.order == SlotOrder::by_score)
+      fixed_bytes += Scratch::bytes<RankedSlot>(selection.topk);
+    rows = rows_per_task(tokens, std::clamp<std::int64_t>(cached, 4, 64), fixed_bytes, row_bytes,
+                         execution);
+    parts =
+        std::max<std::int64_t>(thread_count(execution) / std::max<std::int64_t>(groups(), 1), 1);
+    const auto threads = static_cast<std::size_t>(thread_count(execution));
+    if (parts_bytes() + threads * scratch_bytes() > execution.workspace_limit) parts = 1;
+  }
+  std::int64_t groups() const { return ceil_div(tokens, rows); }
+  std::size_t scratch_bytes() const {
+    return fixed_bytes + static_cast<std::size_t>(rows) * row_bytes;
+  }
+  /// What a part of a row's keys leaves: how many it selected, and those.
+  std::size_t part_bytes() const { return Scratch::bytes<std::int64_t>(1) + selection.bytes(); }
+  std::size_t parts_bytes() const {
+    return parts == 1 ? 0 : static_cast<std::size_t>(tokens * parts) * part_bytes();
+  }
+  Scratch part_of(const Execution& execution, std::int64_t t, std::int64_t part) const {
+    const std::size_t offset = static_cast<std::size_t>(t * parts + part) * part_bytes();
+    return {static_cast<std::byte*>(execution.workspace) + offset, part_bytes()};
+  }
+};
+
+}  // namespace winnow::cpu
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace winnow::cpu::HWY_NAMESPACE {
+
+/// One query row of a task.
+struct IndexQuery {
+  std::span<float> q;        // [heads, q_stride]
+  std::span<float> weights;  // [heads]
+
+  IndexQuery(const IndexForwardPlan& plan, Scratch& scratch)
+      : q(scratch.take<float>(plan.heads * plan.q_stride)),
+        weights(scratch.take<float>(plan.heads)) {}
+
+  void load(const IndexTopkForward& args, const IndexForwardPlan& plan, std::int64_t t) {
+    for (std::int64_t h = 0; h < plan.heads; ++h) {
+      widen_index_row(args.q.dtype, row_of(args.q, t, h), q.data() + h * plan.q_stride, plan.dim);
+    }
+    widen_row(DType::f32, row_of(args.weights, t), weights.data(), plan.heads);
+  }
+};
+
+/// The keys that are scored together.
+struct KeyPanel {
+  std::span<float> rows;      // [kColumnPadding, q_stride]
+  std::span<float> panel;     // [dim, kPanelColumns]
+  std::span<float> products;  // [heads, kPanelColumns]
+  std::span<float> scores;    // [kPanelColumns]
+
+  KeyPanel(const IndexForwardPlan& plan, Scratch& scratch)
+      : rows(scratch.take<float>(kColumnPadding * plan.q_stride)),
+        panel(scratch.take<float>(kColumnPadding * plan.dim)),
+        products(scratch.take<float>(kColumnPadding * plan.heads)),
+        scores(scratch.take<float>(kColumnPadding)) {}
+
+  /// key_of(i) for i in [0, kPanelColumns) is a key, or negative for none.
+  template <class KeyOf>
+  void load(const IndexTopkForward& args, const IndexForwardPlan& plan, const KeyOf& key_of) {
+    for (std::int64_t i = 0; i < kPanelColumns; ++i) {
+      float* const row = rows.data() + i * plan.q_stride;
+      const std::int64_t s = key_of(i);
+      if (s < 0) {
+        std::fill_n(row, plan.dim, 0.0f);
+      } else {
+        widen_key(args.k, args.k_scale, s, row);
+      }
+    }
+    transpose_to_panel(rows.data(), plan.q_stride, plan.dim, panel.data());
+  }
+  void score(const IndexForwardPlan& plan, const IndexQuery& query) {
+    score_panel(query.q.data(), plan.q_stride, query.weights.data(), plan.heads, plan.dim,
+                panel.data(), products.data(), scores.data());
+  }
+};
+
+std::span<RankedSlot> ranked_slots(const IndexTopkForward& args, const IndexForwardPlan& plan,
+                                   Scratch& scratch) {
+  return scratch.take<RankedSlot>(args.order == SlotOrder::by_score ? plan.selection.topk : 0);
+}
+
+/// Row t of the outputs.
+void write_selected(const IndexTopkForward& args, std::int64_t t, Selection& selection,
+                    std::span<RankedSlot> ranked) {
+  const std::int64_t count = selection.finish();
+  const std::int64_t topk = args.indices.shape[1];
+  auto* const indices = static_cast<std::int32_t*>(row_of(args.indices, t));
+  auto* const scores = args.scores ? static_cast<float*>(row_of(args.scores, t)) : nullptr;
+  if (args.order == SlotOrder::by_score) {
+    for (std::int64_t j = 0; j < count; ++j) {
+      const auto place = static_cast<std::uint32_t>(place_of(selection.scores()[j] + 0.0f));
+      ranked[j] = std::uint64_t{0x7fffffffu - place} << 32 | static_cast<std::uint64_t>(j);
+    }
+    std::sort(ranked.begin(), ranked.begin() + count);
+    for (std::int64_t j = 0; j < count; ++j) {
+      const auto from = static_cast<std::uint32_t>(ranked[j]);
+      indices[j] = selection.keys()[from];
+      if (scores != nullptr) scores[j] = selection.scores()[from];
+    }
+  } else {
+    std::copy_n(selection.keys(), count, indices);
+    if (scores != nullptr) std::copy_n(selection.scores(), count, scores);
+  }
+  std::fill(indices + count, indices + topk, -1);
+  if (scores != nullptr) std::fill(scores + count, scores + topk, kMinusInfinity);
+  if (args.lengths) View<std::int32_t, 1>(args.lengths)(t) = static_cast<std::int32_t>(count);
+}
+
+struct SelectedRow {
+  IndexQuery query;
+  Selection selection;
+  std::int64_t begin, end;
+  std::int64_t* count;  // where a part of the keys says how many it selected
+};
+
+SelectedRow load_row(const IndexTopkForward& args, const IndexForwardPlan& plan, std::int64_t t,
+                     std::int64_t part, const Execution& execution, Scratch& scratch) {
+  IndexQuery query(plan, scratch);
+  query.load(args, plan, t);
+  const std::int64_t begin = View<const std::int32_t, 1>(args.begin)(t);
+  const std::int64_t end = View<const std::int32_t, 1>(args.end)(t);
+  if (plan.parts == 1) return {query, Selection(plan.selection, scratch), begin, end, nullptr};
+  Scratch kept = plan.part_of(execution, t, part);
+  std::int64_t* const count = kept.take<std::int64_t>(1).data();
+  return {query, Selection(plan.selection, kept), begin, end, count};
+}
+
+/// Task i of selection.
+void select_rows(const IndexTopkForward& args, const IndexForwardPlan& plan,
+                 const Execution& execution, std::int64_t i, Scratch scratch) {
+  const std::int64_t first = i / plan.parts * plan.rows;
+  const std::int64_t last = std::min(first + plan.rows, plan.tokens);
+  const std::int64_t part = i % plan.parts;
+  const std::span<RankedSlot> ranked = ranked_slots(args, plan, scratch);
+  KeyPanel keys(plan, scratch);
+  std::vector<SelectedRow> selected;
+  std::int64_t first_key = args.k.shape[0];
+  std::int64_t last_key = 0;
+  for (std::int64_t t = first; t < last; ++t) {
+    const SelectedRow& row =
+        selected.emplace_back(load_row(args, plan, t, part, execution, scratch));
+    if (row.begin == row.end) continue;
+    first_key = std::min(first_key, row.begin);
+    last_key = std::max(last_key, row.end);
+  }
+  if (plan.parts > 1 && first_key < last_key) {
+    const std::int64_t size = last_key - first_key;
+    last_key = first_key + size * (part + 1) / plan.parts;
+    first_key += size * part / plan.parts;
+  }
+
+  for (std::int64_t s = first_key; s < last_key; s += kPanelColumns) {
+    const std::int64_t panel_end = std::min(s + kPanelColumns, last_key);
+    bool is_loaded = false;
+    for (SelectedRow& row : selected) {
+      const std::int64_t from = std::max(row.begin, s);
+      const std::int64_t to = std::min(row.end, panel_end);
+      if (from >= to) continue;
+      if (!is_loaded) {
+        keys.load(args, plan, [&](std::int64_t j) { return s + j < panel_end ? s + j : -1; });
+        is_loaded = true;
+      }
+      keys.score(plan, row.query);
+      row.selection.add(keys.scores.data(), s, from - s, to - s);
+    }
+  }
+  for (std::int64_t t = first; t < last; ++t) {
+    SelectedRow& row = selected[static_cast<std::size_t>(t - first)];
+    if (plan.parts == 1) {
+      write_selected(args, t, row.selection, ranked);
+    } else {
+      *row.count = row.selection.finish();
+    }
+  }
+}
+
+/// Row t, from what the parts of its keys have selected.
+void merge_parts(const IndexTopkForward& args, const IndexForwardPlan& plan,
+                 const Execution& execution, std::int64_t t, Scratch scratch) {
+  const std::span<RankedSlot> ranked = ranked_slots(args, plan, scratch);
+  Selection selection(plan.selection, scratch);
+  for (std::int64_t part = 0; part < plan.parts; ++part) {
+    Scratch kept = plan.part_of(execution, t, part);
+    const std::int64_t count = kept.take<std::int64_t>(1)[0];
+    const Selection selected(plan.selection, kept);
+    selection.add(selected.scores(), selected.keys(), count);
+  }
+  write_selected(args, t, selection, ranked);
+}
+
+/// Row t of replay.
+void replay_row(const IndexTopkForward& args, const IndexForwardPlan& plan, const Execution&,
+                std::int64_t t, Scratch scratch) {
+  const View<const std::int32_t, 1> begin(args.begin);
+  const View<const std::int32_t, 1> end(args.end);
+  const View<const std::int32_t, 1> lengths(args.lengths);
+  const auto* const indices = static_cast<const std::int32_t*>(row_of(args.indices, t));
+  auto* const scores = static_cast<float*>(row_of(args.scores, t));
+  const std::int64_t length = lengths ? lengths(t) : plan.topk;
+  IndexQuery query(plan, scratch);
+  KeyPanel keys(plan, scratch);
+  query.load(args, plan, t);
+  for (std::int64_t j = 0; j < length; j += kPanelColumns) {
+    const auto key_of = [&](std::int64_t i) -> std::int64_t {
+      const std::int64_t s = j + i < length ? indices[j + i] : -1;
+      return s >= begin(t) && s < end(t) ? s : -1;
+    };
+    keys.load(args, plan, key_of);
+    keys.score(plan, query);
+    for (std::int64_t i = 0; i < std::min(kPanelColumns, length - j); ++i)
+      scores[j + i] = key_of(i) < 0 ? kMinusInfinity : keys.scores[i];
+  }
+  std::fill(scores + length, scores + plan.topk, kMinusInfinity);
+}
+
+}  // namespace winnow::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace winnow::cpu {
+
+HWY_EXPORT(select_rows);
+HWY_EXPORT(merge_parts);
+HWY_EXPORT(replay_row);
+
+std::string why_not(const IndexTopkForward& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  const IndexForwardPlan plan(args, execution);
+  return over_limit(plan.fixed_bytes + plan.row_bytes, execution);
+}
+
+std::size_t workspace_bytes(const IndexTopkForward& args, const Execution& execution) {
+  const IndexForwardPlan plan(args, execution);
+  const std::size_t lane = plan.scratch_bytes();
+  return plan.parts_bytes() + lane * static_cast<std::size_t>(lane_count(execution, lane));
+}
+
+void run(const IndexTopkForward& args, const Execution& execution) {
+  const IndexForwardPlan plan(args, execution);
+  Execution lanes = execution;
+  lanes.workspace = static_cast<std::byte*>(execution.workspace) + plan.parts_bytes();
+  lanes.workspace_bytes -= plan.parts_bytes();
+  const auto run_tasks = [&](auto task, std::int64_t count) {
+    parallel_for(lanes, count, plan.scratch_bytes(),
+                 [&](std::int64_t i, Scratch scratch) { task(args, plan, execution, i, scratch); });
+  };
+  if (args.replay) return run_tasks(HWY_DYNAMIC_DISPATCH(replay_row), plan.tokens);
+  run_tasks(HWY_DYNAMIC_DISPATCH(select_rows), plan.groups() * plan.parts);
+  if (plan.parts > 1) run_tasks(HWY_DYNAMIC_DISPATCH(merge_parts), plan.tokens);
+}
+
+}  // namespace winnow::cpu
+#endif

@@ -1,0 +1,367 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sparse attention backward, in two passes over some query rows at a time, for a group of heads.
+//   by query   a task is one query row. Blocks of its keys are gathered as in forward; two products
+//              give s and d_out . v, keys down and heads across; from these p and dS, which are
+//              recorded; a third product sums d_q.
+//   by key     a task is a range of keys. It goes through the query rows in order and adds to d_kv
+//              the product of the row's records in the range with d_out and q.
+// So every row of d_kv has one writer, and its sum runs in the order of query rows: neither the
+// lanes nor the division into ranges nor that into passes changes a bit of it. Keys of a record
+// ascend, so that a range is a run of records.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "core/refusals.h"
+#include "core/threads.h"
+#include "core/view.h"
+#include "cpu/attention.h"
+#include "cpu/backward_plan.h"
+#include "cpu/ops.h"
+#include "cpu/simd.h"
+#include "cpu/valid_keys.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/sparse_attention_backward.cc"
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+
+#include "cpu/exp-inl.h"
+#include "cpu/matmul-inl.h"
+#include "cpu/pack-inl.h"
+#include "cpu/widen-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace winnow::cpu::HWY_NAMESPACE {
+namespace {
+
+/// log(exp(a) + exp(b)); NaN if either is.
+double log_add_exp(double a, double b) {
+  if (std::isnan(b)) return b;
+  const double larger = std::max(a, b);
+  if (std::isinf(larger)) return larger;
+  return larger + std::log1p(std::exp(std::min(a, b) - larger));
+}
+
+float dot(const float* a, const float* b, std::int64_t count) {
+  const FloatTag d;
+  auto sum = hn::Zero(d);
+  std::int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    sum = hn::MulAdd(hn::LoadU(d, a + i), hn::LoadU(d, b + i), sum);
+  }
+  float total = hn::GetLane(hn::SumOfLanes(d, sum));
+  for (; i < count; ++i) total += a[i] * b[i];
+  return total;
+}
+
+/// What does not depend on keys: q^T, d_out^T, L, lse, delta, d_lse, and the row's part in d_sink.
+void load_heads(const SparseAttentionBackward& args, std::int64_t t, HeadRange heads,
+                const QueryPass& row, double* sink_terms) {
+  const std::int64_t stride = padded_stride(heads.count);
+  const std::int64_t v_dim = args.out.shape[2];
+  // The block of keys is free until the first of them are gathered.
+  transpose_rows(slice(args.q, t), heads.begin, heads.count, row.q, stride, row.keys);
+  transpose_rows(slice(args.d_out, t), heads.begin, heads.count, row.d_out, stride, row.keys);
+  float* const out = row.keys;
+  float* const d_out = row.keys + v_dim;
+  const View<const float, 1> sinks(args.sink);
+  const View<const float, 2> lse(args.lse);
+  const View<const float, 2> d_lse(args.d_lse);
+  for (std::int64_t i = 0; i < Records::head_padding(heads.count); ++i) {
+    row.log_sum[i] = row.lse[i] = row.delta[i] = row.d_lse[i] = 0;
+    if (i >= heads.count) continue;
+    const std::int64_t h = heads.begin + i;
+    widen_row(args.out.dtype, row_of(args.out, t, h), out, v_dim);
+    widen_row(args.d_out.dtype, row_of(args.d_out, t, h), d_out, v_dim);
+    const double sink = sinks ? sinks(h) : -std::numeric_limits<double>::infinity();
+    const double log_sum = log_add_exp(lse(t, h), sink);
+    row.log_sum[i] = static_cast<float>(log_sum);
+    row.lse[i] = lse(t, h);
+    row.delta[i] = dot(out, d_out, v_dim);
+    if (d_lse) row.d_lse[i] = d_lse(t, h);
+    const bool takes_part = !std::isinf(sink) && !std::isinf(row.lse[i]);
+    sink_terms[i] = takes_part ? -row.delta[i] * std::exp(sink - log_sum) : 0.0;
+  }
+}
+
+/// From raw products with q and d_out to p and scale * dS, in place.
+void differentiate(const QueryPass& row, float* records, std::int64_t stride, std::int64_t count,
+                   std::int64_t head_padding, float scale, bool has_d_lse) {
+  const FloatTag d;
+  const auto scales = hn::Set(d, scale);
+  const auto minus_infinity = hn::Set(d, -std::numeric_limits<float>::infinity());
+  for (std::int64_t i = 0; i < head_padding; i += kLanes) {
+    const auto log_sum = hn::LoadU(d, row.log_sum + i);
+    const auto lse = hn::LoadU(d, row.lse + i);
+    const auto delta = hn::LoadU(d, row.delta + i);
+    const auto d_lse = hn::LoadU(d, row.d_lse + i);
+    for (std::int64_t j = 0; j < count; ++j) {
+      float* const p_at = records + j * stride + i;
+      float* const dS_at = p_at + head_padding;
+      const auto s = hn::Mul(hn::LoadU(d, p_at), scales);
+      // -inf is no key; where all are so, s - L would be NaN.
+      const auto is_no_key = hn::Eq(s, minus_infinity);
+      const auto p = hn::IfThenZeroElse(is_no_key, exp(d, hn::Sub(s, log_sum)));
+      auto dS = hn::Mul(p, hn::Sub(hn::LoadU(d, dS_at), delta));
+      if (has_d_lse) {
+        const auto p_of_keys = hn::IfThenZeroElse(is_no_key, exp(d, hn::Sub(s, lse)));
+        dS = hn::MulAdd(p_of_keys, d_lse, dS);
+      }
+      hn::StoreU(p, d, p_at);
+      hn::StoreU(hn::Mul(dS, scales), d, dS_at);
+    }
+  }
+}
+
+/// The first pass for query row t, which is recorded as `row_index`.
+void query_pass(const SparseAttentionBackward& args, const Records& records, std::int64_t row_index,
+                std::int64_t t, HeadRange heads, Scratch scratch) {
+  const AttentionSizes n = attention_sizes(args);
+  const QueryPass row(n, heads.count, scratch);
+  const std::int64_t head_stride = padded_stride(heads.count);
+  const std::int64_t key_stride = padded_stride(n.qk_dim);
+  const std::int64_t stride = Records::stride(records.heads);
+  const std::int64_t head_padding = Records::head_padding(records.heads);
+  std::int32_t* const keys = records.keys_of(row_index);
+  double* const sink_terms = records.sink_terms + row_index * records.heads;
+
+  const std::int64_t count = ValidKeys(args.indices, args.lengths, n.keys, t).take(n.topk, keys);
+  records.counts[row_index] = count;
+  if (!std::is_sorted(keys, keys + count)) std::sort(keys, keys + count);
+  if (count > 0) {
+    load_heads(args, t, heads, row, sink_terms);
+  } else {
+    std::fill_n(sink_terms, heads.count, 0.0);
+    std::fill_n(row.d_q, heads.count * key_stride, 0.0f);
+  }
+  for (std::int64_t j = 0; j < count; j += QueryPass::kBlockKeys) {
+    const std::int64_t block = std::min(count - j, QueryPass::kBlockKeys);
+    float* const p = records.record(row_index, j);
+    float* const dS = p + head_padding;
+    const RowByRow block_keys{row.keys, key_stride};
+    gather_rows(args.kv, keys + j, block, row.keys, key_stride);
+    multiply_deep(block_keys, block, row.q, head_stride, head_padding, n.qk_dim, p, stride);
+    multiply_deep(block_keys, block, row.d_out, head_stride, head_padding, n.v_dim, dS, stride);
+    differentiate(row, p, stride, block, head_padding, args.scale, bool(args.d_lse));
+    multiply_deep(Transposed{dS, stride}, heads.count, row.keys, key_stride, n.qk_dim, block,
+                  row.d_q, key_stride, j > 0);
+  }
+  for (std::int64_t i = 0; i < heads.count; ++i) {
+    narrow_row(args.d_q.dtype, row.d_q + i * key_stride, 1, row_of(args.d_q, t, heads.begin + i),
+               n.qk_dim);
+  }
+}
+
+/// Adds rows of a product to the rows of d_kv that their keys name. A key may stand twice in a
+/// tile: rows are added one after another.
+struct AddToKeys {
+  const std::int32_t* keys;
+  std::int64_t count;  // of keys
+  float* d_kv;
+  std::int64_t stride;
+  std::int64_t columns;
+
+  AddToKeys at(std::int64_t row, std::int64_t column) const {
+    const AddToKeys tile{keys + row, count - row, d_kv + column, stride, columns - column};
+    // While the tile is computed, what it is added to comes near.
+    const std::int64_t rows = std::min<std::int64_t>(tile.count, kTileRows);
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const float* const to = tile.d_kv + tile.keys[i] * stride;
+      hwy::Prefetch(to);
+      hwy::Prefetch(to + 16);
+    }
+    return tile;
+  }
+  AddToKeys from_column(std::int64_t column) const {
+    return {keys, count, d_kv + column, stride, columns - column};
+  }
+  HWY_INLINE void operator()(int row, int v, FloatVector sum) const {
+    const FloatTag d;
+    float* const to = d_kv + keys[row] * stride + v * kLanes;
+    const std::int64_t left = columns - v * kLanes;
+    if (left >= kLanes) {
+      hn::StoreU(hn::Add(hn::LoadU(d, to), sum), d, to);
+    } else {
+      HWY_ALIGN float lanes[kLanes];
+      hn::Store(sum, d, lanes);
+      for (std::int64_t i = 0; i < left; ++i) to[i] += lanes[i];
+    }
+  }
+};
+
+/// The second pass for keys in [begin, end): rows `first_row`, ... as recorded.
+void key_pass(const SparseAttentionBackward& args, const Records& records, std::int64_t rows,
+              std::int64_t first_row, HeadRange heads, std::int32_t begin, std::int32_t end,
+              const Tensor& d_kv, Scratch scratch) {
+  const AttentionSizes n = attention_sizes(args);
+  const KeyPass pass(n, records.heads, scratch);
+  const std::int64_t head_padding = Records::head_padding(records.heads);
+  const std::int64_t stride = Records::stride(records.heads);
+  const std::int64_t q_stride = padded_stride(n.qk_dim);
+  float* const q = pass.d_out_and_q + head_padding * q_stride;
+  // Up to here d_out takes part in the product, with zeros behind v_dim.
+  const std::int64_t split = std::min(padded_columns(n.v_dim), n.qk_dim);
+  // Records that stay in the second cache while the columns of d_kv are gone through.
+  constexpr std::int64_t kBlockRecords = 240;
+
+  std::fill_n(pass.d_out_and_q, 2 * head_padding * q_stride, 0.0f);
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::int32_t* const keys = records.keys_of(row);
+    const std::int32_t* const keys_end = keys + records.counts[row];
+    const std::int64_t first = std::lower_bound(keys, keys_end, begin) - keys;
+    const std::int64_t last = std::lower_bound(keys + first, keys_end, end) - keys;
+    if (first == last) continue;
+    widen_rows(slice(args.d_out, first_row + row), heads.begin, heads.count, pass.d_out_and_q,
+               q_stride);
+    widen_rows(slice(args.q, first_row + row), heads.begin, heads.count, q, q_stride);
+    for (std::int64_t j = first; j < last; j += kBlockRecords) {
+      const std::int64_t count = std::min(last - j, kBlockRecords);
+      const AddToKeys add{keys + j, count, static_cast<float*>(d_kv.data), d_kv.stride[0],
+                          n.qk_dim};
+      const RowByRow p_and_dS{records.record(row, j), stride};
+      multiply(p_and_dS, count, pass.d_out_and_q, q_stride, split, 2 * head_padding, add);
+      if (split < n.qk_dim) {
+        multiply(p_and_dS.from_depth(head_padding), count, q + split, q_stride, n.qk_dim - split,
+                 head_padding, add.from_column(split));
+      }
+    }
+  }
+}
+
+void round_rows(const Tensor& from, const Tensor& to, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t i = begin; i < end; ++i) {
+    narrow_row(to.dtype, static_cast<const float*>(row_of(from, i)), 1, row_of(to, i), to.shape[1]);
+  }
+}
+
+}  // namespace
+}  // namespace winnow::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace winnow::cpu {
+namespace {
+
+HWY_EXPORT(query_pass);
+HWY_EXPORT(key_pass);
+HWY_EXPORT(round_rows);
+
+constexpr std::int64_t kKeysPerTask = 256;
+
+/// Ranges of keys of about equal numbers of records, as boundaries: range i is [i, i + 1).
+std::vector<std::int32_t> key_ranges(const Records& records, std::int64_t rows, std::int64_t keys,
+                                     const Execution& execution) {
+  constexpr std::int64_t kBuckets = 4096;
+  constexpr std::int64_t kRangesPerThread = 4;
+  constexpr std::int64_t kLeastRecords = 96;  // of a row in a range: q must be worth its widening
+  const std::int64_t bucket_keys = ceil_div(keys, kBuckets);
+  std::array<std::int64_t, kBuckets> counts{};
+  std::int64_t total = 0;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::int32_t* const row_keys = records.keys_of(row);
+    for (std::int64_t j = 0; j < records.counts[row]; ++j) ++counts[row_keys[j] / bucket_keys];
+    total += records.counts[row];
+  }
+  const std::int64_t threads = thread_count(execution);
+  const std::int64_t ranges =
+      std::clamp(total / (rows * kLeastRecords), threads, kRangesPerThread * threads);
+  std::vector<std::int32_t> boundaries = {0};
+  std::int64_t passed = 0;
+  for (std::int64_t bucket = 0; bucket < kBuckets; ++bucket) {
+    passed += counts[bucket];
+    const auto made = static_cast<std::int64_t>(boundaries.size());
+    if (made < ranges && passed * ranges >= total * made) {
+      boundaries.push_back(static_cast<std::int32_t>(std::min((bucket + 1) * bucket_keys, keys)));
+    }
+  }
+  boundaries.push_back(static_cast<std::int32_t>(keys));
+  return boundaries;
+}
+
+bool is_added_to(const SparseAttentionBackward& args) { return args.d_kv.dtype == DType::f32; }
+
+/// Of the fp32 copy behind a d_kv that is rounded once.
+std::size_t copy_bytes(const SparseAttentionBackward& args) {
+  return is_added_to(args) ? 0 : Scratch::bytes<float>(args.kv.shape[0] * args.kv.shape[1]);
+}
+
+}  // namespace
+
+std::string why_not(const SparseAttentionBackward& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  return why_not_limit(BackwardPlan::least_bytes(attention_sizes(args)), execution);
+}
+
+std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution) {
+  return copy_bytes(args) + BackwardPlan(attention_sizes(args), execution).bytes();
+}
+
+void run(const SparseAttentionBackward& args, const Execution& execution) {
+  const AttentionSizes n = attention_sizes(args);
+  const BackwardPlan plan(n, execution);
+  const HeadGroups& groups = plan.groups();
+
+  const std::size_t shared_bytes = copy_bytes(args) + plan.shared_bytes();
+  Scratch shared(static_cast<std::byte*>(execution.workspace), shared_bytes);
+  const Tensor d_kv = is_added_to(args) ? args.d_kv
+                                        : tensor(shared.take<float>(n.keys * n.qk_dim).data(),
+                                                 DType::f32, {n.keys, n.qk_dim});
+  const std::span<double> d_sink = shared.take<double>(n.heads);
+  Execution lanes = execution;
+  lanes.workspace = static_cast<std::byte*>(execution.workspace) + shared_bytes;
+  lanes.workspace_bytes = plan.lanes() * plan.lane_bytes();
+
+  std::fill(d_sink.begin(), d_sink.end(), 0.0);
+  const auto for_blocks_of_keys = [&](const auto& task) {
+    parallel_for(lanes, ceil_div(n.keys, kKeysPerTask), 0, [&](std::int64_t i, Scratch) {
+      task(i * kKeysPerTask, std::min((i + 1) * kKeysPerTask, n.keys));
+    });
+  };
+  if (!is_added_to(args)) {
+    for_blocks_of_keys([&](std::int64_t begin, std::int64_t end) {
+      auto* const sums = static_cast<float*>(d_kv.data);
+      std::fill(sums + begin * n.qk_dim, sums + end * n.qk_dim, 0.0f);
+    });
+  }
+  const auto query_pass_on_target = HWY_DYNAMIC_DISPATCH(query_pass);
+  const auto key_pass_on_target = HWY_DYNAMIC_DISPATCH(key_pass);
+  for (std::int64_t group = 0; group < groups.count(); ++group) {
+    const HeadRange heads = groups[group];
+    Scratch memory = shared;  // the same for every group
+    const Records records(plan.rows(), n.topk, heads.count, memory);
+    for (std::int64_t t = 0; t < n.tokens; t += plan.rows()) {
+      const std::int64_t rows = std::min(plan.rows(), n.tokens - t);
+      parallel_for(lanes, rows, plan.lane_bytes(), [&](std::int64_t row, Scratch scratch) {
+        query_pass_on_target(args, records, row, t + row, heads, scratch);
+      });
+      const std::vector<std::int32_t> ranges = key_ranges(records, rows, n.keys, execution);
+      parallel_for(lanes, static_cast<std::int64_t>(ranges.size()) - 1, plan.lane_bytes(),
+                   [&](std::int64_t i, Scratch scratch) {
+                     key_pass_on_target(args, records, rows, t, heads, ranges[i], ranges[i + 1],
+                                        d_kv, scratch);
+                   });
+      for (std::int64_t row = 0; row < rows; ++row) {
+        for (std::int64_t i = 0; i < heads.count; ++i) {
+          d_sink[heads.begin + i] += records.sink_terms[row * records.heads + i];
+        }
+      }
+    }
+  }
+
+  if (!is_added_to(args)) {
+    const auto round_on_target = HWY_DYNAMIC_DISPATCH(round_rows);
+    for_blocks_of_keys([&](std::int64_t begin, std::int64_t end) {
+      round_on_target(d_kv, args.d_kv, begin, end);
+    });
+  }
+  if (args.d_sink) {
+    const View<float, 1> sum(args.d_sink);
+    for (std::int64_t h = 0; h < n.heads; ++h) sum(h) = static_cast<float>(sum(h) + d_sink[h]);
+  }
+}
+
+}  // namespace winnow::cpu
+#endif
