@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// The operators of the cuda backend, by overload. An op with several kernels has a pair of run and
+// why_not for each; backend.cc puts them in order.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "winnow/winnow.h"
+
+namespace winnow::cuda {
+
+// Everything is enqueued on the stream of the Execution; nothing waits. A workspace, if given, has
+// at least workspace_bytes.
+void run(const KeyWindows& args, const Execution& execution);
+void run(const WindowIndices& args, const Execution& execution);
+void run(const ValueProjectionForward& args, const Execution& execution);
+void run(const ValueProjectionBackward& args, const Execution& execution);
+
+std::size_t workspace_bytes(const KeyWindows& args, const Execution& execution);
+std::size_t workspace_bytes(const WindowIndices& args, const Execution& execution);
+inline std::size_t workspace_bytes(const SparseAttentionForward&, const Execution&) { return 0; }
+inline std::size_t workspace_bytes(const ValueProjectionForward&, const Execution&) { return 0; }
+inline std::size_t workspace_bytes(const ValueProjectionBackward&, const Execution&) { return 0; }
+
+std::string why_not(const KeyWindows& args, const Execution& execution);
+std::string why_not(const WindowIndices& args, const Execution& execution);
+std::string why_not(const ValueProjectionForward& args, const Execution& execution);
+std::string why_not(const ValueProjectionBackward& args, const Execution& execution);
+
+// Sparse attention, forward: Hopper's own instructions for the widths of the models; tensor cores
+// for any shape in bf16 and f16; fp32 arithmetic for f32.
+void run_fast(const SparseAttentionForward& args, const Execution& execution);
+void run_general(const SparseAttentionForward& args, const Execution& execution);
+void run_f32(const SparseAttentionForward& args, const Execution& execution);
+std::string why_not_fast(const SparseAttentionForward& args, const Execution& execution);
+std::string why_not_general(const SparseAttentionForward& args, const Execution& execution);
+std::string why_not_f32(const SparseAttentionForward& args, const Execution& execution);
+
+}  // namespace winnow::cuda

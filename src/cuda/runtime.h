@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA runtime as the launchers use it: errors, devices, launches, workspace slices.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <source_location>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include "winnow/execution.h"
+#include "winnow/tensor.h"
+
+namespace winnow::cuda {
+
+/// Throws Error(device), or Error(out_of_memory), with the runtime's words and the place.
+void cuda_check(cudaError_t result, std::source_location where = std::source_location::current());
+
+/// Makes a device current for the time of a call.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(Device device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0;
+  int current_ = 0;
+};
+
+struct DeviceProperties {
+  std::string name;
+  int major = 0;  // compute capability
+  int minor = 0;
+  int multiprocessors = 0;
+  int shared_bytes = 0;  // the most shared memory that one block can have
+};
+
+/// What the runtime said when it was first asked, and the devices it has.
+struct Machine {
+  cudaError_t error = cudaSuccess;
+  std::vector<DeviceProperties> devices;
+};
+/// Read once, at the first call.
+const Machine& machine();
+/// `device` is one of the machine's.
+const DeviceProperties& device_properties(Device device);
+
+/// A one-dimensional launch on the current device.
+struct Launch {
+  std::int64_t blocks = 0;  // at most kMaxBlocks
+  int threads = 0;
+  std::size_t shared_bytes = 0;
+  cudaStream_t stream = nullptr;
+  std::source_location where = std::source_location::current();
+};
+
+/// Blocks of one launch; kernels walk over more work than that in strides of the grid.
+inline constexpr std::int64_t kMaxBlocks = (std::int64_t{1} << 31) - 1;
+
+/// Lets a kernel have as much shared memory as the current device has for a block. Always the same
+/// number, so that two threads that launch the same kernel do not take it from each other.
+void allow_all_shared_memory(const void* kernel, std::source_location where);
+
+/// The kernel has no static shared memory if it asks for more than 48 KiB.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), const Launch& how, Arguments&&... arguments) {
+  constexpr std::size_t kWithoutAsking = 48 * 1024;
+  if (how.blocks == 0) return;
+  if (how.shared_bytes > kWithoutAsking) {
+    allow_all_shared_memory(reinterpret_cast<const void*>(kernel), how.where);
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(how.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(how.threads));
+  config.dynamicSmemBytes = how.shared_bytes;
+  config.stream = how.stream;
+  cuda_check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), how.where);
+}
+
+/// Slices of the caller's workspace, or of memory taken and given back in the order of the stream.
+/// The device of the stream is current. Nothing waits, and a graph can capture all of it.
+class Workspace {
+ public:
+  static constexpr std::size_t kAlignment = 256;
+
+  /// What slices of these sizes take of a workspace that is itself aligned to less.
+  static std::size_t bytes(std::initializer_list<std::size_t> slices);
+
+  Workspace(const Execution& execution, std::size_t bytes);
+  ~Workspace();
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  template <class T>
+  T* take(std::int64_t count) {
+    return reinterpret_cast<T*>(take_bytes(static_cast<std::size_t>(count) * sizeof(T)));
+  }
+
+ private:
+  std::byte* take_bytes(std::size_t size);
+
+  cudaStream_t stream_;
+  void* owned_ = nullptr;
+  std::byte* next_ = nullptr;
+  std::byte* end_ = nullptr;
+};
+
+/// Where the elements of a tensor begin; null for an absent one.
+template <class T>
+T* data_of(const Tensor& tensor) {
+  return tensor ? static_cast<T*>(tensor.data) : nullptr;
+}
+
+/// Blocks for `work` items, of which one block takes `per_block` at a time.
+inline std::int64_t blocks_for(std::int64_t work, std::int64_t per_block) {
+  return std::min((work + per_block - 1) / per_block, kMaxBlocks);
+}
+
+/// Empty if `bytes` of workspace are within the limit.
+std::string over_limit(std::size_t bytes, const Execution& execution);
+
+/// Whether all rows of a tensor begin at 16-byte boundaries, so that they can be copied in such
+/// pieces.
+bool has_aligned_rows(const Tensor& tensor);
+
+}  // namespace winnow::cuda
