@@ -9,6 +9,7 @@
 
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <library_types.h>
 
 #include "harness/device_memory.h"
 #include "harness/device_product.h"

@@ -10,8 +10,8 @@
 // for four products of the scores.
 #include <algorithm>
 
-#include "cuda/mma.cuh"
 #include "core/refusals.h"
+#include "cuda/mma.cuh"
 #include "cuda/ops.h"
 #include "cuda/runtime.h"
 #include "cuda/softmax.cuh"

@@ -13,8 +13,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/mma.cuh"
 #include "core/refusals.h"
+#include "cuda/mma.cuh"
 #include "cuda/ops.h"
 #include "cuda/runtime.h"
 

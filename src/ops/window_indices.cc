@@ -13,23 +13,42 @@ namespace {
 
 constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
-/// Where the offsets can be read, a list that would be cut and a pool that would overlap rows are
-/// refused.
+/// Entries of the longest list that a query asks for.
+std::int64_t longest_list(const WindowIndices& args) {
+  const View<const std::int32_t, 1> real(args.cu_seqlens);
+  const View<const std::int32_t, 1> padded(args.cu_seqlens_padded ? args.cu_seqlens_padded
+                                                                  : args.cu_seqlens);
+  const View<const std::int32_t, 1> query_rows(args.query_rows);
+  const std::int64_t documents = args.cu_seqlens.shape[0] - 1;
+  std::int64_t longest = 0;
+  std::int64_t document = 0;
+  for (std::int64_t t = 0; t < args.indices.shape[0]; ++t) {
+    const std::int64_t row = query_rows ? query_rows(t) : t;
+    if (row < padded(document)) document = 0;  // query rows need not ascend
+    while (document < documents && row >= padded(document + 1)) ++document;
+    if (row < 0 || document == documents) {
+      document = 0;
+      continue;
+    }
+    const std::int64_t seen = row - padded(document) + 1;
+    if (seen > real(document + 1) - real(document)) continue;  // a padding row
+    const std::int64_t pools = args.ratio > 0 ? seen / args.ratio : 0;
+    longest = std::max(longest, std::min<std::int64_t>(seen, args.window) + pools);
+  }
+  return longest;
+}
+
+/// Where the offsets can be read, a list that would be cut and a pool that would stand among rows
+/// are refused.
 void check_lists(const Check& check, const WindowIndices& args) {
   if (!check.on_host()) return;
   const View<const std::int32_t, 1> real(args.cu_seqlens);
   const View<const std::int32_t, 1> padded(args.cu_seqlens_padded ? args.cu_seqlens_padded
                                                                   : args.cu_seqlens);
   const std::int64_t documents = args.cu_seqlens.shape[0] - 1;
-  std::int64_t longest = 0;
-  std::int64_t pools = 0;
-  for (std::int64_t i = 0; i < documents; ++i) {
-    const std::int64_t length = real(i + 1) - real(i);
-    const std::int64_t own = args.ratio > 0 ? length / args.ratio : 0;
-    longest = std::max(longest, std::min<std::int64_t>(length, args.window) + own);
-    pools += own;
-  }
   if (args.ratio > 0) {
+    std::int64_t pools = 0;
+    for (std::int64_t i = 0; i < documents; ++i) pools += (real(i + 1) - real(i)) / args.ratio;
     if (args.key_offset < padded(documents)) {
       check.fail("key_offset", fmt::to_string(args.key_offset), refusal::at_least_as,
                  padded(documents), "there are rows");
@@ -39,7 +58,9 @@ void check_lists(const Check& check, const WindowIndices& args) {
                  kMaxInt32 - pools);
     }
   }
-  if (!args.pool_ids && args.indices.shape[1] < longest) {
+  if (args.pool_ids) return;
+  const std::int64_t longest = longest_list(args);
+  if (args.indices.shape[1] < longest) {
     check.fail("indices", describe(args.indices), refusal::narrow_list, longest);
   }
 }

@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+// One call of sparse attention as plain vectors, so that a test can change what it is about.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "tests/testing.h"
+
+namespace winnow::tests {
+
+struct Attention {
+  std::int64_t batch = 0;  // 0: no such dimension
+  std::int64_t tokens = 6;
+  std::int64_t keys = 20;
+  std::int64_t heads = 3;
+  std::int64_t qk_dim = 24;
+  std::int64_t v_dim = 16;
+  std::int64_t topk = 9;
+  DType dtype = DType::bf16;
+  float scale = 0.25F;
+  std::int64_t row_padding = 0;
+  std::int32_t max_heads_per_pass = 0;
+  bool wants_max_logits = true;
+
+  Values q{}, kv{}, d_out{};
+  Values sink{}, d_lse{};  // empty: absent
+  Ints indices{};
+  Ints lengths{};  // empty: absent
+
+  DType d_kv_type = DType::f32;
+  Values d_kv_before{};    // empty: zeros
+  Values d_sink_before{};  // likewise; d_sink is there if sink is
+
+  std::int64_t slices() const { return std::max<std::int64_t>(batch, 1); }
+  std::int64_t rows() const { return slices() * tokens; }
+  double scale_or_default() const {
+    return scale != 0 ? scale : static_cast<float>(1 / std::sqrt(static_cast<double>(qk_dim)));
+  }
+  Shape shape(Shape inner) const {
+    if (batch > 0) inner.insert(inner.begin(), batch);
+    return inner;
+  }
+};
+
+struct AttentionOutputs {
+  Values out, lse, max_logits;
+  Values sums{};  // of p |v|, for each element of out: what its error is judged by
+};
+
+struct AttentionGradients {
+  Values d_q, d_kv, d_sink;
+};
+
+/// Fills in what the sizes ask for: normal values, and in every row different keys, shuffled.
+inline Attention filled(Attention a, std::uint64_t seed) {
+  a.q = normals(a.rows() * a.heads * a.qk_dim, seed, "q");
+  a.kv = normals(a.slices() * a.keys * a.qk_dim, seed, "kv");
+  a.d_out = normals(a.rows() * a.heads * a.v_dim, seed, "d_out");
+  a.d_lse = normals(a.rows() * a.heads, seed, "d_lse");
+  a.indices.clear();
+  const Random random(seed, "indices");
+  std::int64_t draw = 0;
+  for (std::int64_t t = 0; t < a.rows(); ++t) {
+    Ints keys(static_cast<std::size_t>(a.keys));
+    for (std::int64_t s = 0; s < a.keys; ++s) keys[s] = static_cast<std::int32_t>(s);
+    for (std::int64_t s = a.keys - 1; s > 0; --s)
+      std::swap(keys[s], keys[random.below(draw++, s + 1)]);
+    keys.resize(static_cast<std::size_t>(a.topk), -1);
+    a.indices.insert(a.indices.end(), keys.begin(), keys.end());
+  }
+  return a;
+}
+
+inline Attention with_sink(Attention a, std::uint64_t seed) {
+  a.sink = normals(a.heads, seed, "sink");
+  return a;
+}
+
+/// The query rows [first, first + count) alone.
+inline Attention rows_of(const Attention& a, std::int64_t first, std::int64_t count) {
+  Attention result = a;
+  result.tokens = count;
+  result.q = part(a.q, first * a.heads * a.qk_dim, count * a.heads * a.qk_dim);
+  result.d_out = part(a.d_out, first * a.heads * a.v_dim, count * a.heads * a.v_dim);
+  if (!a.d_lse.empty()) result.d_lse = part(a.d_lse, first * a.heads, count * a.heads);
+  result.indices = part(a.indices, first * a.topk, count * a.topk);
+  if (!a.lengths.empty()) result.lengths = part(a.lengths, first, count);
+  return result;
+}
+
+inline AttentionOutputs rows_of(const Attention& a, const AttentionOutputs& outputs,
+                                std::int64_t first, std::int64_t count) {
+  const std::int64_t out_row = a.heads * a.v_dim;
+  return {part(outputs.out, first * out_row, count * out_row),
+          part(outputs.lse, first * a.heads, count * a.heads),
+          part(outputs.max_logits, first * a.heads, count * a.heads)};
+}
+
+inline DType accumulation_type(DType dtype) { return dtype == DType::f64 ? dtype : DType::f32; }
+
+/// The memory of a forward call.
+struct AttentionForwardWork {
+  AttentionForwardWork(const Attention& a, Device device)
+      : q(floats(device, a.dtype, a.shape({a.tokens, a.heads, a.qk_dim}), a.q, a.row_padding)),
+        kv(floats(device, a.dtype, a.shape({a.keys, a.qk_dim}), a.kv, a.row_padding)),
+        indices(ints(device, a.shape({a.tokens, a.topk}), a.indices, a.row_padding)),
+        lengths(ints(device, a.shape({a.tokens}), a.lengths)),
+        sink(floats(device, accumulation_type(a.dtype), {a.heads}, a.sink)),
+        out(device, a.dtype, a.shape({a.tokens, a.heads, a.v_dim}), a.row_padding),
+        lse(device, accumulation_type(a.dtype), a.shape({a.tokens, a.heads}), a.row_padding) {
+    if (a.wants_max_logits)
+      max_logits = Buffer(device, accumulation_type(a.dtype), a.shape({a.tokens, a.heads}));
+    args = {.q = q.tensor(),
+            .kv = kv.tensor(),
+            .indices = indices.tensor(),
+            .lengths = lengths.tensor(),
+            .sink = sink.tensor(),
+            .out = out.tensor(),
+            .lse = lse.tensor(),
+            .max_logits = max_logits.tensor(),
+            .scale = a.scale};
+  }
+
+  AttentionOutputs outputs() const {
+    expect_canaries_intact(q, kv, indices, lengths, sink, out, lse, max_logits);
+    return {out.download(), lse.download(), args.max_logits ? max_logits.download() : Values{}};
+  }
+
+  Buffer q, kv, indices, lengths, sink, out, lse, max_logits;
+  SparseAttentionForward args;
+};
+
+/// The memory of a backward call.
+struct AttentionBackwardWork {
+  AttentionBackwardWork(const Attention& a, const AttentionOutputs& outputs, Device device)
+      : forward(a, device),
+        d_out(
+            floats(device, a.dtype, a.shape({a.tokens, a.heads, a.v_dim}), a.d_out, a.row_padding)),
+        d_lse(floats(device, accumulation_type(a.dtype), a.shape({a.tokens, a.heads}), a.d_lse)),
+        d_q(device, a.dtype, a.shape({a.tokens, a.heads, a.qk_dim}), a.row_padding),
+        d_kv(device, a.dtype == DType::f64 ? DType::f64 : a.d_kv_type, a.shape({a.keys, a.qk_dim}),
+             a.row_padding) {
+    forward.out.upload(outputs.out);
+    forward.lse.upload(outputs.lse);
+    const Values no_d_kv(static_cast<std::size_t>(a.slices() * a.keys * a.qk_dim));
+    // A d_kv that is overwritten starts as poison.
+    if (d_kv.tensor().dtype == accumulation_type(a.dtype))
+      d_kv.upload(a.d_kv_before.empty() ? no_d_kv : a.d_kv_before);
+    if (!a.sink.empty()) {
+      const Values no_d_sink(static_cast<std::size_t>(a.heads));
+      d_sink = floats(device, accumulation_type(a.dtype), {a.heads},
+                      a.d_sink_before.empty() ? no_d_sink : a.d_sink_before);
+    }
+    args = {.q = forward.q.tensor(),
+            .kv = forward.kv.tensor(),
+            .indices = forward.indices.tensor(),
+            .lengths = forward.lengths.tensor(),
+            .sink = forward.sink.tensor(),
+            .out = forward.out.tensor(),
+            .lse = forward.lse.tensor(),
+            .d_out = d_out.tensor(),
+            .d_lse = d_lse.tensor(),
+            .d_q = d_q.tensor(),
+            .d_kv = d_kv.tensor(),
+            .d_sink = d_sink.tensor(),
+            .scale = a.scale,
+            .max_heads_per_pass = a.max_heads_per_pass};
+  }
+
+  AttentionGradients gradients() const {
+    expect_canaries_intact(forward.q, forward.kv, forward.indices, forward.lengths, forward.sink,
+                           forward.out, forward.lse, d_out, d_lse, d_q, d_kv, d_sink);
+    return {d_q.download(), d_kv.download(), args.d_sink ? d_sink.download() : Values{}};
+  }
+
+  AttentionForwardWork forward;
+  Buffer d_out, d_lse, d_q, d_kv, d_sink;
+  SparseAttentionBackward args;
+};
+
+inline AttentionOutputs forward(const Attention& a, const Execution& execution) {
+  const AttentionForwardWork work(a, harness::device_of(execution.backend));
+  sparse_attention_forward(work.args, execution);
+  return work.outputs();
+}
+
+inline AttentionGradients backward(const Attention& a, const AttentionOutputs& outputs,
+                                   const Execution& execution) {
+  const AttentionBackwardWork work(a, outputs, harness::device_of(execution.backend));
+  sparse_attention_backward(work.args, execution);
+  return work.gradients();
+}
+
+inline AttentionGradients forward_backward(const Attention& a, const Execution& execution) {
+  return backward(a, forward(a, execution), execution);
+}
+
+/// The formulas of the header over lists of keys, in double, on the values as they are stored.
+inline AttentionOutputs plain_attention(const Attention& a) {
+  const Values q = as_stored(a.dtype, a.q);
+  const Values kv = as_stored(a.dtype, a.kv);
+  AttentionOutputs result;
+  for (std::int64_t row = 0; row < a.rows() * a.heads; ++row) {
+    const std::int64_t t = row / a.heads;
+    const std::int64_t first_key = t / a.tokens * a.keys;
+    const std::int64_t count = a.lengths.empty() ? a.topk : a.lengths[t];
+    Values scores;
+    Values out(static_cast<std::size_t>(a.v_dim));
+    Values sums(out.size());
+    double sum = 0;
+    double largest = -kInfinity;
+    std::vector<const double*> rows;
+    for (std::int64_t j = 0; j < count; ++j) {
+      const std::int64_t key = a.indices[t * a.topk + j];
+      if (key < 0 || key >= a.keys) continue;
+      rows.push_back(&kv[(first_key + key) * a.qk_dim]);
+      double dot = 0;
+      for (std::int64_t d = 0; d < a.qk_dim; ++d) dot += q[row * a.qk_dim + d] * rows.back()[d];
+      scores.push_back(a.scale_or_default() * dot);
+      largest = std::max(largest, scores.back());
+    }
+    for (const double score : scores) sum += std::exp(score - largest);
+    const double lse = scores.empty() ? -kInfinity : largest + std::log(sum);
+    const double sink =
+        a.sink.empty() ? -kInfinity : harness::rounded(DType::f32, a.sink[row % a.heads]);
+    for (std::size_t j = 0; j < scores.size(); ++j) {
+      const double p = std::exp(scores[j] - lse) / (1 + std::exp(sink - lse));
+      for (std::int64_t d = 0; d < a.v_dim; ++d) {
+        out[d] += p * rows[j][d];
+        sums[d] += p * std::fabs(rows[j][d]);
+      }
+    }
+    result.out.insert(result.out.end(), out.begin(), out.end());
+    result.sums.insert(result.sums.end(), sums.begin(), sums.end());
+    result.lse.push_back(lse);
+    result.max_logits.push_back(largest);
+  }
+  return result;
+}
+
+/// Judges outputs by the tolerances of the harness.
+inline void expect_close(const Attention& a, const AttentionOutputs& actual,
+                         const AttentionOutputs& expected) {
+  const Values sums = expected.sums.empty() ? plain_attention(a).sums : expected.sums;
+  EXPECT_TRUE(ok(compare("out", actual.out, expected.out, harness::output_limit(a.dtype),
+                         harness::output_units(a.dtype, expected.out, sums))));
+  EXPECT_TRUE(ok(compare("lse", actual.lse, expected.lse, harness::lse_limit(a.dtype),
+                         harness::at_least_one(expected.lse))));
+  EXPECT_TRUE(ok(compare("max_logits", actual.max_logits, expected.max_logits,
+                         harness::lse_limit(a.dtype), harness::at_least_one(expected.max_logits))));
+}
+
+inline void expect_close(const Attention& a, const AttentionGradients& actual,
+                         const AttentionGradients& expected) {
+  const harness::Limit limit = harness::gradient_limit(a.dtype);
+  EXPECT_TRUE(ok(compare("d_q", actual.d_q, expected.d_q, limit)));
+  EXPECT_TRUE(ok(compare("d_kv", actual.d_kv, expected.d_kv, limit)));
+  EXPECT_TRUE(ok(compare("d_sink", actual.d_sink, expected.d_sink, limit)));
+}
+
+inline void expect_same_bits(const AttentionOutputs& actual, const AttentionOutputs& expected) {
+  EXPECT_TRUE(same_bits(actual.out, expected.out));
+  EXPECT_TRUE(same_bits(actual.lse, expected.lse));
+  EXPECT_TRUE(same_bits(actual.max_logits, expected.max_logits));
+}
+
+inline void expect_same_bits(const AttentionGradients& actual, const AttentionGradients& expected) {
+  EXPECT_TRUE(same_bits(actual.d_q, expected.d_q));
+  EXPECT_TRUE(same_bits(actual.d_kv, expected.d_kv));
+  EXPECT_TRUE(same_bits(actual.d_sink, expected.d_sink));
+}
+
+/// Shapes on which properties are tested: an uneven one, and those of the models, for which
+/// backends may have kernels of their own.
+inline std::vector<Attention> attention_shapes(Backend backend) {
+  std::vector<Attention> shapes = {{}, {.dtype = DType::f32}};
+  if (backend == Backend::reference) return shapes;  // it has one kernel
+  shapes.push_back({.tokens = 5,
+                    .keys = 300,
+                    .heads = 64,
+                    .qk_dim = 576,
+                    .v_dim = 512,
+                    .topk = 128,
+                    .scale = 0.0625F});
+  shapes.push_back({.tokens = 5,
+                    .keys = 300,
+                    .heads = 128,
+                    .qk_dim = 512,
+                    .v_dim = 512,
+                    .topk = 160,
+                    .scale = 0});
+  return shapes;
+}
+
+/// Calls body(backend, attention) for every backend and shape, with and without a sink.
+template <class Body>
+void on_each_attention(std::uint64_t seed, const Body& body) {
+  on_each_backend([&](Backend backend) {
+    for (const Attention& shape : attention_shapes(backend)) {
+      const Attention a = filled(shape, seed);
+      const ::testing::ScopedTrace trace(
+          __FILE__, __LINE__,
+          fmt::format("{}, {} heads, qk_dim {}", name(a.dtype), a.heads, a.qk_dim));
+      body(backend, a);
+      const ::testing::ScopedTrace sink_trace(__FILE__, __LINE__, "with a sink");
+      body(backend, with_sink(a, seed));
+    }
+  });
+}
+
+}  // namespace winnow::tests

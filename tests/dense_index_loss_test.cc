@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+// dense_index_loss: the sparse loss with the whole window selected, and the usual rules of rows.
+#include "tests/attention.h"
+#include "tests/dense_loss.h"
+#include "tests/indexer.h"
+
+namespace winnow::tests {
+namespace {
+
+Execution deterministic(Backend backend) { return {.backend = backend, .deterministic = true}; }
+
+/// Calls body(backend, loss) for several shapes and types, with and without a sink.
+template <class Body>
+void on_each_loss(std::uint64_t seed, const Body& body) {
+  on_each_backend([&](Backend backend) {
+    std::vector<DenseLoss> shapes = {
+        {}, {.dtype = DType::f16}, {.dtype = DType::f32}, {.index_keys = 18, .key_offset = 0}};
+    if (backend != Backend::reference)
+      shapes.push_back({.tokens = 4,
+                        .keys = 300,
+                        .index_keys = 300,
+                        .key_offset = 0,
+                        .heads = 16,
+                        .qk_dim = 576,
+                        .index_heads = 32,
+                        .index_dim = 128,
+                        .scale = 0.0625F});
+    for (const DenseLoss& shape : shapes) {
+      DenseLoss d = filled(shape, seed);
+      SCOPED_TRACE(fmt::format("{}, {} keys from {}", name(d.dtype), d.index_keys, d.key_offset));
+      body(backend, d);
+      d.sink = normals(d.heads, seed, "sink");
+      body(backend, d);
+    }
+  });
+}
+
+void expect_close(const DenseLoss& d, const DenseLossOutputs& actual,
+                  const DenseLossOutputs& expected) {
+  EXPECT_TRUE(ok(compare("loss", actual.loss, expected.loss, harness::loss_limit(d.dtype),
+                         harness::at_least_one(expected.loss))));
+  EXPECT_TRUE(ok(compare("lse", actual.lse, expected.lse, harness::lse_limit(d.dtype),
+                         harness::at_least_one(expected.lse))));
+}
+
+void expect_close(const DenseLoss& d, const DenseLossGradients& actual,
+                  const DenseLossGradients& expected) {
+  const harness::Limit limit = harness::gradient_limit(d.dtype);
+  EXPECT_TRUE(ok(compare("d_index_q", actual.d_index_q, expected.d_index_q, limit)));
+  EXPECT_TRUE(ok(compare("d_weights", actual.d_weights, expected.d_weights, limit)));
+  EXPECT_TRUE(ok(compare("d_index_k", actual.d_index_k, expected.d_index_k, limit)));
+}
+
+void expect_same_bits(const DenseLossGradients& actual, const DenseLossGradients& expected) {
+  EXPECT_TRUE(same_bits(actual.d_index_q, expected.d_index_q));
+  EXPECT_TRUE(same_bits(actual.d_weights, expected.d_weights));
+  EXPECT_TRUE(same_bits(actual.d_index_k, expected.d_index_k));
+}
+
+/// The same by way of the sparse operators, the whole window being selected.
+struct SparseWay {
+  DenseLossOutputs outputs;
+  DenseLossGradients gradients;
+};
+
+SparseWay sparse_way(const DenseLoss& d, Backend backend) {
+  const Device device = harness::device_of(backend);
+  Indexer ix{.tokens = d.tokens,
+             .keys = d.index_keys,
+             .heads = d.index_heads,
+             .dim = d.index_dim,
+             .topk = d.index_keys,
+             .dtype = d.dtype};
+  ix.q = d.index_q;
+  ix.k = d.index_k;
+  ix.weights = d.weights;
+  ix.begin = d.begin;
+  ix.end = d.end;
+  const Selected selected = select(ix, on(backend));
+
+  Attention a{.tokens = d.tokens,
+              .keys = d.keys,
+              .heads = d.heads,
+              .qk_dim = d.qk_dim,
+              .v_dim = 8,
+              .topk = d.index_keys,
+              .dtype = d.dtype,
+              .scale = d.scale};
+  a.q = d.q;
+  a.kv = d.kv;
+  a.sink = d.sink;
+  a.lengths = selected.lengths;
+  a.indices = selected.indices;
+  for (std::int32_t& index : a.indices)
+    if (index >= 0) index += d.key_offset;
+  const AttentionOutputs attention = forward(a, on(backend));
+
+  a.indices = selected.indices;
+  AttentionForwardWork work(a, device);
+  work.lse.upload(attention.lse);
+  const Buffer target(device, DType::f32, {d.tokens, a.topk});
+  index_target({.q = work.args.q,
+                .kv = work.args.kv,
+                .indices = work.args.indices,
+                .lengths = work.args.lengths,
+                .sink = work.args.sink,
+                .lse = work.args.lse,
+                .target = target.tensor(),
+                .scale = d.scale,
+                .key_offset = d.key_offset},
+               on(backend));
+  const Buffer scores = floats(device, DType::f32, {d.tokens, a.topk}, selected.scores);
+  const Buffer loss(device, DType::f32, {d.tokens});
+  const Buffer d_scores(device, DType::f32, {d.tokens, a.topk});
+  index_loss({.indices = work.args.indices,
+              .lengths = work.args.lengths,
+              .scores = scores.tensor(),
+              .target = target.tensor(),
+              .loss = loss.tensor(),
+              .d_scores = d_scores.tensor()},
+             on(backend));
+
+  ix.indices = selected.indices;
+  ix.lengths = selected.lengths;
+  ix.d_scores = d_scores.download();
+  for (std::size_t i = 0; i < ix.d_scores.size(); ++i) ix.d_scores[i] *= d.d_loss[i / ix.topk];
+  const IndexGradients gradients = backward(ix, on(backend));
+  return {{loss.download(), attention.lse}, {gradients.d_q, gradients.d_weights, gradients.d_k}};
+}
+
+TEST(DenseIndexLoss, IsTheSparseLossOverTheWholeWindow) {
+  on_each_loss(1, [](Backend backend, const DenseLoss& d) {
+    const SparseWay expected = sparse_way(d, backend);
+    const DenseLossOutputs outputs = forward(d, on(backend));
+    expect_close(d, outputs, expected.outputs);
+    expect_close(d, backward(d, outputs.lse, on(backend)), expected.gradients);
+    for (const double loss : outputs.loss) EXPECT_GE(loss, 0);
+    EXPECT_GT(*std::max_element(outputs.loss.begin(), outputs.loss.end()), 0.01);
+  });
+}
+
+TEST(DenseIndexLoss, OfWindowsWithFewerThanTwoKeysIsZero) {
+  on_each_loss(2, [](Backend backend, const DenseLoss& whole) {
+    DenseLoss d = whole;  // row 0 sees no key, row 1 sees one
+    const DenseLossOutputs outputs = forward(d, on(backend));
+    EXPECT_EQ(outputs.loss[0], 0);
+    EXPECT_EQ(outputs.loss[1], 0);
+    EXPECT_TRUE(all_equal(part(outputs.lse, 0, d.heads), -kInfinity));
+    EXPECT_TRUE(std::isfinite(outputs.lse[d.heads]));
+
+    const DenseLossGradients expected = backward(d, outputs.lse, deterministic(backend));
+    d.d_loss[0] = kNaN;
+    d.d_loss[1] = kInfinity;
+    const DenseLossGradients gradients = backward(d, outputs.lse, deterministic(backend));
+    expect_same_bits(gradients, expected);
+    EXPECT_TRUE(all_zero(part(gradients.d_index_q, 0, 2 * d.index_heads * d.index_dim)));
+    EXPECT_TRUE(all_zero(part(gradients.d_weights, 0, 2 * d.index_heads)));
+  });
+}
+
+TEST(DenseIndexLoss, ReadsNoKeyOutsideTheWindows) {
+  on_each_loss(3, [](Backend backend, const DenseLoss& whole) {
+    DenseLoss d = whole;
+    for (std::int64_t t = 0; t < d.tokens; ++t) {  // the first and the last key are in none
+      d.begin[t] = std::max(d.begin[t], 1);
+      d.end[t] = std::clamp(d.end[t], d.begin[t], static_cast<std::int32_t>(d.index_keys - 1));
+    }
+    d.d_index_k_before = normals(static_cast<std::int64_t>(d.index_k.size()), 3, "d_index_k");
+    const DenseLossOutputs outputs = forward(d, on(backend));
+    const DenseLossGradients expected = backward(d, outputs.lse, deterministic(backend));
+    DenseLoss spoilt = d;
+    for (std::int64_t s = 0; s < d.keys; ++s)
+      if (s <= d.key_offset || s >= d.key_offset + d.index_keys - 1)
+        std::fill_n(spoilt.kv.begin() + s * d.qk_dim, d.qk_dim, kNaN);
+    std::fill_n(spoilt.index_k.begin(), d.index_dim, kNaN);
+    std::fill_n(spoilt.index_k.end() - d.index_dim, d.index_dim, kNaN);
+    const DenseLossOutputs same = forward(spoilt, on(backend));
+    EXPECT_TRUE(same_bits(same.loss, outputs.loss));
+    EXPECT_TRUE(same_bits(same.lse, outputs.lse));
+    const DenseLossGradients gradients = backward(spoilt, outputs.lse, deterministic(backend));
+    expect_same_bits(gradients, expected);
+    EXPECT_TRUE(same_bits(part(gradients.d_index_k, 0, d.index_dim),
+                          as_stored(DType::f32, part(d.d_index_k_before, 0, d.index_dim))));
+  });
+}
+
+TEST(DenseIndexLoss, RowsDoNotDependOnTheirNeighbours) {
+  on_each_loss(4, [](Backend backend, const DenseLoss& d) {
+    const DenseLossOutputs together = forward(d, on(backend));
+    const DenseLossGradients gradients = backward(d, together.lse, on(backend));
+    for (std::int64_t t = 0; t < d.tokens; ++t) {
+      const DenseLoss row = rows_of(d, t, 1);
+      const DenseLossOutputs alone = forward(row, on(backend));
+      EXPECT_TRUE(same_bits(alone.loss, part(together.loss, t, 1)));
+      EXPECT_TRUE(same_bits(alone.lse, part(together.lse, t * d.heads, d.heads)));
+      const DenseLossGradients of_row = backward(row, alone.lse, on(backend));
+      const std::int64_t width = d.index_heads * d.index_dim;
+      EXPECT_TRUE(same_bits(of_row.d_index_q, part(gradients.d_index_q, t * width, width)));
+      EXPECT_TRUE(
+          same_bits(of_row.d_weights, part(gradients.d_weights, t * d.index_heads, d.index_heads)));
+    }
+  });
+}
+
+TEST(DenseIndexLoss, DIndexKOfTheAccumulationTypeIsAddedToAndOthersOverwritten) {
+  on_each_loss(5, [](Backend backend, const DenseLoss& whole) {
+    DenseLoss d = whole;
+    const Values lse = forward(d, on(backend)).lse;
+    const DenseLossGradients alone = backward(d, lse, on(backend));
+    d.d_index_k_before = normals(static_cast<std::int64_t>(d.index_k.size()), 5, "d_index_k");
+    DenseLossGradients sum = alone;
+    for (std::size_t i = 0; i < sum.d_index_k.size(); ++i)
+      sum.d_index_k[i] += d.d_index_k_before[i];
+    EXPECT_TRUE(ok(compare("d_index_k", backward(d, lse, on(backend)).d_index_k, sum.d_index_k,
+                           harness::gradient_limit(DType::f32))));
+    if (d.dtype == DType::f32) return;
+    d.d_index_k_type = d.dtype;
+    expect_close(d, backward(d, lse, on(backend)), alone);
+  });
+}
+
+TEST(DenseIndexLoss, ThreadsRepeatsAndTheWorkspaceLimitChangeNoBit) {
+  on_each_loss(6, [](Backend backend, const DenseLoss& d) {
+    const DenseLossOutputs outputs = forward(d, on(backend));
+    const DenseLossGradients gradients = backward(d, outputs.lse, deterministic(backend));
+    Execution execution = deterministic(backend);
+    for (const int threads : {0, 1, 2, 5}) {
+      execution.threads = threads;
+      EXPECT_TRUE(same_bits(forward(d, execution).loss, outputs.loss));
+      expect_same_bits(backward(d, outputs.lse, execution), gradients);
+    }
+    const DenseLossWork work(d, harness::device_of(backend));
+    for (std::size_t limit = 1; limit <= std::size_t{1} << 28; limit *= 16) {
+      execution = deterministic(backend);
+      execution.workspace_limit = limit;
+      const std::string reason = why_not(work.forward, execution);
+      const std::string backward_reason = why_not(work.backward, execution);
+      if (reason.empty()) {
+        EXPECT_LE(workspace_bytes(work.forward, execution), limit);
+        EXPECT_TRUE(same_bits(forward(d, execution).loss, outputs.loss));
+      } else {
+        EXPECT_NE(reason.find("workspace_limit"), std::string::npos) << reason;
+      }
+      if (backward_reason.empty()) {
+        EXPECT_LE(workspace_bytes(work.backward, execution), limit);
+        expect_close(d, backward(d, outputs.lse, execution), gradients);
+      } else {
+        EXPECT_NE(backward_reason.find("workspace_limit"), std::string::npos) << backward_reason;
+      }
+    }
+  });
+}
+
+TEST(DenseIndexLoss, IsLinearInDLoss) {
+  on_each_backend([](Backend backend) {
+    DenseLoss d = filled(DenseLoss{.dtype = DType::f32}, 7);
+    const Values lse = forward(d, on(backend)).lse;
+    DenseLossGradients expected = backward(d, lse, on(backend));
+    for (Values* values : {&expected.d_index_q, &expected.d_weights, &expected.d_index_k})
+      for (double& value : *values) value *= -3;
+    for (double& value : d.d_loss) value *= -3;
+    expect_close(d, backward(d, lse, on(backend)), expected);
+  });
+}
+
+TEST(DenseIndexLoss, OfStridedTensorsIsTheSame) {
+  on_each_loss(8, [](Backend backend, const DenseLoss& d) {
+    const DenseLossOutputs outputs = forward(d, on(backend));
+    const DenseLossGradients gradients = backward(d, outputs.lse, on(backend));
+    for (const std::int64_t padding : {3, 8}) {
+      DenseLoss strided = d;
+      strided.row_padding = padding;
+      expect_close(d, forward(strided, on(backend)), outputs);
+      expect_close(d, backward(strided, outputs.lse, on(backend)), gradients);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace winnow::tests

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// One call of dense_index_loss as plain vectors.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "tests/testing.h"
+
+namespace winnow::tests {
+
+struct DenseLoss {
+  std::int64_t tokens = 6;
+  std::int64_t keys = 18;        // of attention
+  std::int64_t index_keys = 15;  // of the indexer: those from key_offset on
+  std::int32_t key_offset = 3;
+  std::int64_t heads = 3;
+  std::int64_t qk_dim = 24;
+  std::int64_t index_heads = 2;
+  std::int64_t index_dim = 16;
+  DType dtype = DType::bf16;
+  float scale = 0.25F;
+  std::int64_t row_padding = 0;
+
+  Values q{}, kv{}, index_q{}, index_k{}, weights{}, d_loss{};
+  Values sink{};  // empty: absent
+  Ints begin{}, end{};
+
+  DType d_index_k_type = DType::f32;
+  Values d_index_k_before{};  // empty: zeros
+
+  DType sum_type() const { return dtype == DType::f64 ? dtype : DType::f32; }
+};
+
+struct DenseLossOutputs {
+  Values loss, lse;
+};
+
+struct DenseLossGradients {
+  Values d_index_q, d_weights, d_index_k;
+};
+
+/// Normal values; windows that grow with the row, the first one empty and the second of one key.
+inline DenseLoss filled(DenseLoss d, std::uint64_t seed) {
+  d.q = normals(d.tokens * d.heads * d.qk_dim, seed, "q");
+  d.kv = normals(d.keys * d.qk_dim, seed, "kv");
+  d.index_q = normals(d.tokens * d.index_heads * d.index_dim, seed, "index_q");
+  d.index_k = normals(d.index_keys * d.index_dim, seed, "index_k");
+  d.weights = normals(d.tokens * d.index_heads, seed, "weights");
+  d.d_loss = normals(d.tokens, seed, "d_loss");
+  d.begin.clear();
+  d.end.clear();
+  for (std::int64_t t = 0; t < d.tokens; ++t) {
+    const std::int64_t begin = t % 2 == 0 ? 0 : std::min<std::int64_t>(2, d.index_keys);
+    const std::int64_t length = t < 2 ? t : d.index_keys * (t + 1) / d.tokens;
+    d.begin.push_back(static_cast<std::int32_t>(begin));
+    d.end.push_back(static_cast<std::int32_t>(std::min(begin + length, d.index_keys)));
+  }
+  return d;
+}
+
+/// The query rows [first, first + count) alone.
+inline DenseLoss rows_of(const DenseLoss& d, std::int64_t first, std::int64_t count) {
+  DenseLoss result = d;
+  result.tokens = count;
+  result.q = part(d.q, first * d.heads * d.qk_dim, count * d.heads * d.qk_dim);
+  const std::int64_t index_row = d.index_heads * d.index_dim;
+  result.index_q = part(d.index_q, first * index_row, count * index_row);
+  result.weights = part(d.weights, first * d.index_heads, count * d.index_heads);
+  result.d_loss = part(d.d_loss, first, count);
+  result.begin = part(d.begin, first, count);
+  result.end = part(d.end, first, count);
+  return result;
+}
+
+/// The memory of both calls.
+struct DenseLossWork {
+  DenseLossWork(const DenseLoss& d, Device device)
+      : q(floats(device, d.dtype, {d.tokens, d.heads, d.qk_dim}, d.q, d.row_padding)),
+        kv(floats(device, d.dtype, {d.keys, d.qk_dim}, d.kv, d.row_padding)),
+        sink(floats(device, d.sum_type(), {d.heads}, d.sink)),
+        index_q(floats(device, d.dtype, {d.tokens, d.index_heads, d.index_dim}, d.index_q,
+                       d.row_padding)),
+        index_k(floats(device, d.dtype, {d.index_keys, d.index_dim}, d.index_k, d.row_padding)),
+        weights(floats(device, d.sum_type(), {d.tokens, d.index_heads}, d.weights)),
+        begin(ints(device, {d.tokens}, d.begin)),
+        end(ints(device, {d.tokens}, d.end)),
+        loss(device, d.sum_type(), {d.tokens}),
+        lse(device, d.sum_type(), {d.tokens, d.heads}),
+        d_loss(floats(device, d.sum_type(), {d.tokens}, d.d_loss)),
+        d_index_q(device, d.dtype, {d.tokens, d.index_heads, d.index_dim}, d.row_padding),
+        d_weights(device, d.sum_type(), {d.tokens, d.index_heads}),
+        d_index_k(device, d.dtype == DType::f64 ? DType::f64 : d.d_index_k_type,
+                  {d.index_keys, d.index_dim}, d.row_padding) {
+    // A d_index_k that is overwritten starts as poison.
+    if (d_index_k.tensor().dtype == d.sum_type())
+      d_index_k.upload(d.d_index_k_before.empty() ? Values(d.index_k.size()) : d.d_index_k_before);
+    forward = {.q = q.tensor(),
+               .kv = kv.tensor(),
+               .sink = sink.tensor(),
+               .index_q = index_q.tensor(),
+               .index_k = index_k.tensor(),
+               .weights = weights.tensor(),
+               .begin = begin.tensor(),
+               .end = end.tensor(),
+               .loss = loss.tensor(),
+               .lse = lse.tensor(),
+               .scale = d.scale,
+               .key_offset = d.key_offset};
+    backward = {.q = q.tensor(),
+                .kv = kv.tensor(),
+                .sink = sink.tensor(),
+                .index_q = index_q.tensor(),
+                .index_k = index_k.tensor(),
+                .weights = weights.tensor(),
+                .begin = begin.tensor(),
+                .end = end.tensor(),
+                .lse = lse.tensor(),
+                .d_loss = d_loss.tensor(),
+                .d_index_q = d_index_q.tensor(),
+                .d_weights = d_weights.tensor(),
+                .d_index_k = d_index_k.tensor(),
+                .scale = d.scale,
+                .key_offset = d.key_offset};
+  }
+
+  void expect_intact() const {
+    expect_canaries_intact(q, kv, sink, index_q, index_k, weights, begin, end, loss, lse, d_loss,
+                           d_index_q, d_weights, d_index_k);
+  }
+  DenseLossOutputs outputs() const {
+    expect_intact();
+    return {loss.download(), lse.download()};
+  }
+  DenseLossGradients gradients() const {
+    expect_intact();
+    return {d_index_q.download(), d_weights.download(), d_index_k.download()};
+  }
+
+  Buffer q, kv, sink, index_q, index_k, weights, begin, end, loss, lse;
+  Buffer d_loss, d_index_q, d_weights, d_index_k;
+  DenseIndexLossForward forward;
+  DenseIndexLossBackward backward;
+};
+
+inline DenseLossOutputs forward(const DenseLoss& d, const Execution& execution) {
+  const DenseLossWork work(d, harness::device_of(execution.backend));
+  dense_index_loss_forward(work.forward, execution);
+  return work.outputs();
+}
+
+inline DenseLossGradients backward(const DenseLoss& d, const Values& lse,
+                                   const Execution& execution) {
+  DenseLossWork work(d, harness::device_of(execution.backend));
+  work.lse.upload(lse);
+  dense_index_loss_backward(work.backward, execution);
+  return work.gradients();
+}
+
+}  // namespace winnow::tests

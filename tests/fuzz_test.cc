@@ -1,0 +1,437 @@
+// SPDX-License-Identifier: Apache-2.0
+// Legal and spoilt calls of every op: computed right, or refused by name with nothing written. At
+// the end every sentence of refusal has been seen.
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "tests/attention.h"
+#include "tests/indexer.h"
+#include "tests/judgement.h"
+#include "tests/mutations.h"
+#include "tests/op_calls.h"
+#include "tests/refusal_coverage.h"
+
+namespace winnow::tests {
+namespace {
+
+constexpr int kCalls = 20000;  // a fifth of them legal
+constexpr int kEnough = 20;    // failures to learn from
+
+RefusalCoverage coverage;
+
+/// Of the running test, so far.
+int failures() {
+  const ::testing::TestResult& result =
+      *::testing::UnitTest::GetInstance()->current_test_info()->result();
+  int count = 0;
+  for (int i = 0; i < result.total_part_count(); ++i)
+    count += result.GetTestPartResult(i).failed() ? 1 : 0;
+  return count;
+}
+
+// ---- The fuzz.
+
+struct Spoilt {
+  Call call;
+  Execution execution;
+  std::vector<Mutation> mutations;
+};
+
+Spoilt spoilt_call(std::uint64_t seed, Backend backend, Device device, const Buffer& workspace) {
+  Spoilt result{make_call(seed, device), on(backend), {}};
+  if (seed % 5 == 0) return result;
+  Mutator mutator(seed, result.call, result.execution, workspace);
+  const std::int64_t count = mutator.below(5) < 3 ? 1 : 2 + mutator.below(2);
+  for (std::int64_t i = 0; i < count; ++i) result.mutations.push_back(mutator.apply());
+  return result;
+}
+
+std::string describe(const Spoilt& spoilt, std::uint64_t seed) {
+  std::string text = fmt::format("seed {}: {}", seed, spoilt.call.op);
+  for (const Mutation& mutation : spoilt.mutations) text += "; " + mutation.what;
+  return text;
+}
+
+TEST(Fuzz, EveryCallIsComputedRightOrRefusedByName) {
+  on_each_backend([](Backend backend) {
+    const Device device = harness::device_of(backend);
+    const Buffer workspace(device, DType::i32, {1 << 18});
+    const Buffer host_workspace({}, DType::i32, {1 << 18});
+    int computed = 0, refused = 0;
+    for (std::uint64_t seed = 0; seed < kCalls && failures() < kEnough; ++seed) {
+      const Spoilt spoilt = spoilt_call(seed, backend, device, workspace);
+      SCOPED_TRACE(describe(spoilt, seed));
+      const Snapshot before = snapshot(spoilt.call);
+      try {
+        spoilt.call.run(spoilt.execution);
+      } catch (const Error& error) {
+        ++refused;
+        coverage.record(error.what());
+        expect_named(spoilt.call, error, spoilt.mutations);
+        expect_one_answer(spoilt.call, spoilt.execution, error);
+        EXPECT_EQ(snapshot(spoilt.call), before) << "written to, then refused: " << error.what();
+        EXPECT_TRUE(canaries_intact(spoilt.call));
+        continue;
+      }
+      ++computed;
+      EXPECT_TRUE(canaries_intact(spoilt.call));
+      const Snapshot after = snapshot(spoilt.call);
+      for (std::size_t i = 0; i < after.size(); ++i)
+        if (!spoilt.call.arguments[i].is_output) {
+          EXPECT_EQ(after[i], before[i]) << spoilt.call.arguments[i].name << " was written to";
+        }
+      // The same call again, on memory of its own.
+      const Spoilt twin = spoilt_call(seed, Backend::reference, {}, host_workspace);
+      twin.call.run(on(Backend::reference));
+      expect_equal_outputs(spoilt.call, twin.call, spoilt.execution.backend == Backend::reference);
+    }
+    EXPECT_TRUE(workspace.canaries_intact());
+    // Both happen, in numbers that make the test worth its name.
+    EXPECT_GT(computed, kCalls / 5);
+    EXPECT_GT(refused, kCalls / 2);
+  });
+}
+
+// ---- Directed errors. Texts are the same on every backend: checks come before it is chosen.
+
+const Execution kReference = on(Backend::reference);
+const Device kCuda{DeviceKind::cuda, 0};
+
+template <class Run>
+void expect_refused(const Run& run, const std::string& expected) {
+  const std::string text = refusal_of(run);
+  coverage.record(text);
+  EXPECT_EQ(text, expected);
+}
+
+/// Spoils a legal sparse_attention_forward of q bf16[6, 3, 24], kv bf16[20, 24], indices i32[6, 9].
+template <class Spoil>
+void expect_forward_refused(const Spoil& spoil, const std::string& expected,
+                            const Execution& execution = kReference) {
+  AttentionForwardWork work(filled(Attention{}, 1), {});
+  spoil(work.args);
+  expect_refused([&] { sparse_attention_forward(work.args, execution); },
+                 "sparse_attention_forward: " + expected);
+  EXPECT_TRUE(all_equal(work.out.download(), kNaN)) << "written to, then refused";
+}
+
+using Forward = SparseAttentionForward;
+
+TEST(Refusals, OfTensors) {
+  expect_forward_refused([](Forward& a) { a.kv = {}; }, "kv absent: must be given");
+  expect_forward_refused([](Forward& a) { a.kv.rank = 1; },
+                         "kv bf16[20]: must have 2 dimensions, [keys, qk_dim]");
+  expect_forward_refused([](Forward& a) { a.q.dtype = DType::i32; },
+                         "q i32[6, 3, 24]: dtype must be bf16, f16, f32 or f64");
+  expect_forward_refused([](Forward& a) { a.kv.dtype = DType::f32; },
+                         "kv f32[20, 24]: dtype must be bf16");
+  expect_forward_refused([](Forward& a) { a.q.device.kind = static_cast<DeviceKind>(9); },
+                         "q device kind 9 bf16[6, 3, 24]: device must be cpu or cuda");
+  expect_forward_refused([](Forward& a) { a.kv.device = kCuda; },
+                         "kv cuda:0 bf16[20, 24]: must be on cpu, as q");
+  expect_forward_refused([](Forward& a) { a.q.shape[0] = -6; },
+                         "q bf16[-6, 3, 24]: no dimension may be negative");
+  expect_forward_refused([](Forward& a) { a.q.stride[0] = std::int64_t{1} << 62; },
+                         "q bf16[6, 3, 24]: extends past what 64-bit offsets can address");
+  expect_forward_refused([](Forward& a) { a.q.data = nullptr; },
+                         "q bf16[6, 3, 24]: data must not be null");
+  expect_forward_refused([](Forward& a) { a.q.data = static_cast<char*>(a.q.data) + 1; },
+                         "q bf16[6, 3, 24]: data must be aligned to 2 bytes");
+  expect_forward_refused([](Forward& a) { a.q.stride[2] = 2; },
+                         "q bf16[6, 3, 24]: the last stride must be 1");
+  expect_forward_refused([](Forward& a) { a.q.stride[0] = -72; },
+                         "q bf16[6, 3, 24]: strides must not be negative");
+  expect_forward_refused([](Forward& a) { a.out.stride[0] = 0; },
+                         "out bf16[6, 3, 16]: elements of an output must not overlap");
+}
+
+TEST(Refusals, OfSizes) {
+  expect_forward_refused([](Forward& a) { a.kv.shape[1] = 16; },
+                         "kv bf16[20, 16]: qk_dim must be 24, as in q");
+  expect_forward_refused([](Forward& a) { a.indices.shape[1] = 0; },
+                         "indices i32[6, 0]: topk must be at least 1");
+  expect_forward_refused([](Forward& a) { a.q.shape[2] = a.kv.shape[1] = 1032; },
+                         "q bf16[6, 3, 1032]: qk_dim must be at most 1024");
+  expect_forward_refused([](Forward& a) { a.q.shape[2] = a.kv.shape[1] = 20; },
+                         "q bf16[6, 3, 20]: qk_dim must be a multiple of 8");
+  expect_forward_refused([](Forward& a) { a.out.shape[2] = 12; },
+                         "out bf16[6, 3, 12]: v_dim must be a multiple of 8");
+}
+
+TEST(Refusals, OfListsThatNoWorkspaceHolds) {
+  AttentionForwardWork work(filled(Attention{}, 1), {});
+  Forward& a = work.args;
+  for (Tensor* tensor : {&a.q, &a.indices, &a.out, &a.lse, &a.max_logits}) tensor->shape[0] = 0;
+  a.indices.shape[1] = kMaxInt32;
+  const std::string text = refusal_of([&] { sparse_attention_forward(a, kReference); });
+  coverage.record(text);
+  EXPECT_TRUE(
+      text.starts_with("sparse_attention_forward: the reference backend needs a "
+                       "workspace_limit of at least "))
+      << text;
+  EXPECT_TRUE(text.ends_with(" bytes for this call, the limit is 268435456")) << text;
+}
+
+TEST(Refusals, OfNumbers) {
+  expect_forward_refused([](Forward& a) { a.scale = std::nanf(""); }, "scale nan: must be finite");
+  expect_forward_refused([](Forward& a) { a.scale = -HUGE_VALF; }, "scale -inf: must be finite");
+  expect_forward_refused(
+      [](Forward& a) { a.scale = 0; },
+      "scale 0: must be given: there is no default where v_dim and qk_dim differ");
+  const Attention a = filled(Attention{}, 2);
+  AttentionBackwardWork work(a, plain_attention(a), {});
+  work.args.max_heads_per_pass = -1;
+  expect_refused([&] { sparse_attention_backward(work.args); },
+                 "sparse_attention_backward: max_heads_per_pass -1: must be at least 0");
+  IndexForwardWork index(filled(Indexer{}, 2), {}, false);
+  index.args.order = static_cast<SlotOrder>(2);
+  expect_refused([&] { index_topk_forward(index.args); },
+                 "index_topk_forward: order 2: must be at most 1");
+  expect_refused(
+      [&] {
+        index_target({.q = work.args.q,
+                      .kv = work.args.kv,
+                      .indices = work.args.indices,
+                      .lengths = {},
+                      .sink = {},
+                      .lse = work.args.lse,
+                      .target = index.args.scores});
+      },
+      "index_target: target f32[5, 8]: tokens must be 6, as in q");
+  const Buffer target({}, DType::f32, {a.tokens, a.topk});
+  expect_refused(
+      [&] {
+        index_target({.q = work.args.q,
+                      .kv = work.args.kv,
+                      .indices = work.args.indices,
+                      .lengths = {},
+                      .sink = {},
+                      .lse = work.args.lse,
+                      .target = target.tensor()});
+      },
+      "index_target: scale 0: must be given, as to sparse_attention");
+}
+
+TEST(Refusals, OfOneArgumentBesideAnother) {
+  IndexForwardWork index(filled(Indexer{}, 3), {}, false);
+  const Buffer k_scale({}, DType::f32, {40});
+  IndexTopkForward args = index.args;
+  args.k_scale = k_scale.tensor();
+  expect_refused([&] { index_topk_forward(args); },
+                 "index_topk_forward: k_scale f32[40]: must be absent unless q is f8_e4m3");
+  args = index.args;
+  args.q.dtype = args.k.dtype = DType::f8_e4m3;
+  expect_refused([&] { index_topk_forward(args); },
+                 "index_topk_forward: k_scale absent: must be given where q is f8_e4m3");
+  args = index.args;
+  args.replay = true;
+  args.scores = {};
+  expect_refused([&] { index_topk_forward(args); },
+                 "index_topk_forward: scores absent: must be given with replay");
+  const Attention a = with_sink(filled(Attention{}, 3), 3);
+  AttentionBackwardWork work(a, plain_attention(a), {});
+  work.args.sink = {};
+  expect_refused([&] { sparse_attention_backward(work.args); },
+                 "sparse_attention_backward: d_sink f32[3]: must be absent without sink");
+}
+
+TEST(Refusals, OfContents) {
+  const Buffer tokens_out({}, DType::i32, {3});
+  const Buffer tokens_out_too({}, DType::i32, {3});
+  const auto windows = [&](const Ints& offsets, const Ints& padded, const Ints& rows,
+                           const std::string& expected) {
+    const Buffer cu_seqlens = ints({}, {static_cast<std::int64_t>(offsets.size())}, offsets);
+    const Buffer cu_padded =
+        padded.empty() ? Buffer() : ints({}, {static_cast<std::int64_t>(padded.size())}, padded);
+    const Buffer query_rows = rows.empty() ? Buffer() : ints({}, {3}, rows);
+    expect_refused(
+        [&] {
+          key_windows({.cu_seqlens = cu_seqlens.tensor(),
+                       .cu_seqlens_padded = cu_padded.tensor(),
+                       .query_rows = query_rows.tensor(),
+                       .begin = tokens_out.tensor(),
+                       .end = tokens_out_too.tensor()});
+        },
+        "key_windows: " + expected);
+  };
+  windows({1, 3}, {}, {}, "cu_seqlens[0] 1: must be 0");
+  windows({0, 3, 2}, {}, {}, "cu_seqlens[2] 2: must be at least 3, as cu_seqlens[1]");
+  windows({0, 3}, {0, 2}, {},
+          "cu_seqlens_padded[1] 2: must be at least 3, as document 0 has 3 real rows");
+  windows({0, 3}, {}, {0, -2, 1}, "query_rows[1] -2: must be at least -1");
+
+  const auto selection = [&](std::int32_t begin, std::int32_t end, const std::string& expected) {
+    Indexer ix = filled(Indexer{}, 4);
+    ix.begin[2] = begin;
+    ix.end[2] = end;
+    const IndexForwardWork work(ix, {}, false);
+    expect_refused([&] { index_topk_forward(work.args); }, "index_topk_forward: " + expected);
+  };
+  selection(-1, 4, "begin[2] -1: must be at least 0");
+  selection(5, 4, "end[2] 4: must be at least 5, as begin[2]");
+  selection(0, 41, "end[2] 41: must be at most 40, as keys");
+
+  Attention a = filled(Attention{}, 4);
+  a.lengths = {0, 9, 10, 3, 3, 3};
+  const AttentionForwardWork work(a, {});
+  expect_refused([&] { sparse_attention_forward(work.args); },
+                 "sparse_attention_forward: lengths[2] 10: must be at most 9, as topk");
+}
+
+TEST(Refusals, OfLists) {
+  const Buffer cu_seqlens = ints({}, {2}, {0, 8});
+  const Buffer pool_ids = ints({}, {3, 2}, Ints(6, 0));
+  const Buffer indices({}, DType::i32, {3, 5});
+  const Buffer lengths({}, DType::i32, {3});
+  WindowIndices args{.cu_seqlens = cu_seqlens.tensor(),
+                     .cu_seqlens_padded = {},
+                     .query_rows = {},
+                     .window = 4,
+                     .ratio = 4,
+                     .key_offset = 8,
+                     .pool_ids = {},
+                     .indices = indices.tensor(),
+                     .lengths = lengths.tensor()};
+  const auto refused = [&](const std::string& expected) {
+    expect_refused([&] { window_indices(args); }, "window_indices: " + expected);
+  };
+  refused("indices i32[3, 5]: topk must be at least 6, the longest list");
+  args.pool_ids = pool_ids.tensor();
+  refused("indices i32[3, 5]: topk must be at least 6");
+  args.ratio = 0;
+  refused("pool_ids i32[3, 2]: must be absent where ratio is 0");
+  args.ratio = 4;
+  args.window = 3;
+  args.key_offset = 7;
+  refused("key_offset 7: must be at least 8, as there are rows");
+  args.key_offset = kMaxInt32;
+  refused("key_offset 2147483647: must be at most 2147483645");
+  expect_refused([] { quantize_fp8({}); }, "quantize_fp8: x absent: must be given");
+  expect_refused([&] { quantize_fp8({.x = lengths.tensor(), .values = {}, .scale = {}}); },
+                 "quantize_fp8: x i32[3]: must have 2 or 3 dimensions");
+}
+
+TEST(Refusals, OfExecution) {
+  const auto nothing = [](Forward&) {};
+  expect_forward_refused(nothing, "backend 17: must be automatic, reference, cpu or cuda",
+                         on(static_cast<Backend>(17)));
+  expect_forward_refused(nothing, "threads -1: must be at least 0", {.threads = -1});
+  expect_forward_refused(nothing, "threads 1025: must be at most 1024", {.threads = 1025});
+  expect_forward_refused(nothing, "workspace null: must be given where workspace_bytes is not 0",
+                         {.workspace_bytes = 64});
+  const AttentionForwardWork work(filled(Attention{}, 1), {});
+  const std::size_t needed = workspace_bytes(work.args, kReference);
+  alignas(16) std::array<std::byte, 32> small{};
+  expect_forward_refused(
+      nothing,
+      fmt::format("workspace of 32 bytes: must be at least {} bytes, as workspace_bytes says",
+                  needed),
+      {.backend = Backend::reference, .workspace = small.data(), .workspace_bytes = 32});
+  const std::string text = refusal_of([&] {
+    sparse_attention_forward(work.args, {.workspace = small.data() + 8, .workspace_bytes = 8});
+  });
+  coverage.record(text);
+  EXPECT_TRUE(text.starts_with("sparse_attention_forward: workspace 0x")) << text;
+  EXPECT_TRUE(text.ends_with(": data must be aligned to 16 bytes")) << text;
+}
+
+TEST(Refusals, OfBackends) {
+  expect_refused([] { backend_from_name("gpu"); },
+                 "backend_from_name: name 'gpu': must be automatic, reference, cpu or cuda");
+  for (const Backend backend :
+       {Backend::automatic, Backend::reference, Backend::cpu, Backend::cuda})
+    EXPECT_EQ(backend_from_name(name(backend)), backend);
+  EXPECT_EQ(why_not(Backend::reference), "");
+  EXPECT_NE(describe(Backend::reference), "");
+
+  for (const Backend backend : {Backend::cpu, Backend::cuda}) {
+    const std::string reason = why_not(backend);
+    if (reason.empty()) continue;
+    EXPECT_EQ(describe(backend), "");
+    expect_forward_refused([](Forward&) {}, reason, on(backend));
+    const AttentionForwardWork work(filled(Attention{}, 1), {});
+    EXPECT_EQ(why_not(work.args, on(backend)), reason);
+  }
+
+  // Nobody may touch this memory: the reference backend cannot, and says so.
+  expect_forward_refused(
+      [](Forward& a) {
+        for (Tensor* tensor : {&a.q, &a.kv, &a.indices, &a.out, &a.lse, &a.max_logits}) {
+          tensor->data = reinterpret_cast<void*>(std::uintptr_t{0x1000});
+          tensor->device = kCuda;
+        }
+      },
+      "the reference backend cannot reach tensors on cuda:0");
+}
+
+TEST(Refusals, HaveTheCodeOfTheirKind) {
+  const AttentionForwardWork work(filled(Attention{}, 1), {});
+  const auto code = [&](const Forward& args, const Execution& execution) {
+    try {
+      sparse_attention_forward(args, execution);
+    } catch (const Error& error) {
+      return error.code();
+    }
+    return ErrorCode{};
+  };
+  Forward absent = work.args;
+  absent.q = {};
+  EXPECT_EQ(code(absent, {}), ErrorCode::invalid_argument);
+  EXPECT_EQ(code(work.args, {.threads = -1}), ErrorCode::invalid_argument);
+  EXPECT_EQ(code(work.args, {.backend = Backend::reference, .workspace_limit = 1}),
+            ErrorCode::unsupported);
+  EXPECT_EQ(code(work.args, {}), ErrorCode{});
+}
+
+struct DLTensor {
+  void* data;
+  struct {
+    std::int32_t device_type, device_id;
+  } device;
+  std::int32_t ndim;
+  struct {
+    std::uint8_t code, bits;
+    std::uint16_t lanes;
+  } dtype;
+  std::int64_t* shape;
+  std::int64_t* strides;
+  std::uint64_t byte_offset;
+};
+
+TEST(Refusals, OfDlpack) {
+  const DLTensor good{nullptr, {1, 0}, 0, {2, 32, 1}, nullptr, nullptr, 0};
+  DLTensor source = good;
+  source.dtype.bits = 17;
+  EXPECT_THROW(from_dlpack(source), Error);
+  coverage.record(refusal_of([&] { from_dlpack(source); }));
+  source = good;
+  source.device.device_type = 4;
+  EXPECT_THROW(from_dlpack(source), Error);
+  coverage.record(refusal_of([&] { from_dlpack(source); }));
+  source = good;
+  source.ndim = 5;
+  EXPECT_THROW(from_dlpack(source), Error);
+  coverage.record(refusal_of([&] { from_dlpack(source); }));
+}
+
+// ---- The last test: it looks at what the others have seen.
+
+TEST(Refusals, AreAllReached) {
+  const ::testing::UnitTest& tests = *::testing::UnitTest::GetInstance();
+  if (tests.test_to_run_count() != tests.total_test_count())
+    GTEST_SKIP() << "needs all tests of this program";
+  for (const std::string& sentence : coverage.missing()) {
+    // What a backend in the making says, and what says one that is left out of the build.
+    if (sentence == refusal::no_such_op) continue;
+    if (sentence == refusal::not_built && why_not(Backend::cpu).empty() &&
+        why_not(Backend::cuda).find(refusal::not_built) == std::string::npos)
+      continue;
+    ADD_FAILURE() << "no test was refused with: " << sentence;
+  }
+}
+
+}  // namespace
+}  // namespace winnow::tests

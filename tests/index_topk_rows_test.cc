@@ -1,0 +1,335 @@
+// SPDX-License-Identifier: Apache-2.0
+// index_topk: a row's selection depends on that row alone; replay; fp8; gradients of chosen scores.
+#include "tests/indexer.h"
+
+namespace winnow::tests {
+namespace {
+
+Execution deterministic(Backend backend) { return {.backend = backend, .deterministic = true}; }
+
+/// The indexer with the keys that the backend selects.
+Indexer with_selection(Indexer ix, Backend backend) {
+  const Selected selected = select(ix, on(backend));
+  ix.indices = selected.indices;
+  ix.lengths = selected.lengths;
+  return ix;
+}
+
+// ---- What a row depends on.
+
+TEST(IndexTopkRows, DoNotDependOnTheirNeighbours) {
+  on_each_indexer([](Backend backend, const Indexer& shape) {
+    const Indexer ix = filled(shape, 21);
+    const Selected together = select(ix, on(backend));
+    for (std::int64_t t = 0; t < ix.tokens; ++t)
+      expect_same_bits(select(rows_of(ix, t, 1), on(backend)), rows_of(ix, together, t, 1));
+    expect_same_bits(select(rows_of(ix, 1, 3), on(backend)), rows_of(ix, together, 1, 3));
+  });
+}
+
+TEST(IndexTopkRows, DoNotDependOnKeysOutsideTheirWindow) {
+  on_each_indexer([](Backend backend, const Indexer& shape) {
+    const Indexer ix = filled(shape, 22);
+    const Selected expected = select(ix, on(backend));
+    // More keys before and behind, all of them NaN.
+    const std::int64_t more = 37;
+    Indexer wide = ix;
+    wide.keys = ix.keys + 2 * more;
+    const Values nan(static_cast<std::size_t>(more * ix.dim), kNaN);
+    wide.k.insert(wide.k.begin(), nan.begin(), nan.end());
+    wide.k.insert(wide.k.end(), nan.begin(), nan.end());
+    for (std::int64_t t = 0; t < ix.tokens; ++t) {
+      wide.begin[t] += more;
+      wide.end[t] += more;
+    }
+    Selected shifted = select(wide, on(backend));
+    for (std::int32_t& index : shifted.indices)
+      if (index >= 0) index -= static_cast<std::int32_t>(more);
+    expect_same_bits(shifted, expected);
+  });
+}
+
+TEST(IndexTopkRows, DoNotDependOnThreadsOrTheWorkspaceLimit) {
+  on_each_indexer([](Backend backend, const Indexer& shape) {
+    const Indexer ix = filled(shape, 23);
+    const Selected expected = select(ix, on(backend));
+    for (const int threads : {1, 2, 5, 1024})
+      expect_same_bits(select(ix, {.backend = backend, .threads = threads}), expected);
+    int runs = 0;
+    for (const std::size_t limit :
+         {std::size_t{1} << 12, std::size_t{1} << 16, std::size_t{1} << 22,
+          std::numeric_limits<std::size_t>::max()}) {
+      const Execution execution{.backend = backend, .workspace_limit = limit};
+      const IndexForwardWork work(ix, harness::device_of(backend), false);
+      const std::string reason = why_not(work.args, execution);
+      if (!reason.empty()) {
+        EXPECT_NE(reason.find("workspace_limit"), std::string::npos) << reason;
+        continue;
+      }
+      ++runs;
+      EXPECT_LE(workspace_bytes(work.args, execution), limit);
+      expect_same_bits(select(ix, execution), expected);
+    }
+    EXPECT_GE(runs, 2);
+  });
+}
+
+TEST(IndexTopkRows, GiveTheSameBitsAgain) {
+  on_each_indexer([](Backend backend, const Indexer& shape) {
+    const Indexer ix = filled(shape, 24);
+    const Selected first = select(ix, on(backend));
+    for (int i = 0; i < 10; ++i) expect_same_bits(select(ix, on(backend)), first);
+  });
+}
+
+TEST(IndexTopkRows, OfStridedTensorsAreSelectedAlike) {
+  on_each_indexer([](Backend backend, const Indexer& shape) {
+    Indexer ix = filled_exactly(shape, 25);
+    const Selected expected = plain_selection(ix);
+    for (const std::int64_t padding : {3, 8}) {
+      ix.row_padding = padding;
+      expect_selected(select(ix, on(backend)), expected);
+    }
+  });
+}
+
+TEST(IndexTopkRows, MayBeMoreThan65535) {
+  on_each_backend([](Backend backend) {
+    const std::int64_t tokens = 70000;
+    Indexer ix{.tokens = tokens, .keys = tokens, .heads = 1, .dim = 8, .topk = 2};
+    ix.q = whole_numbers(tokens * 8, 26, "q", -2, 2);
+    ix.k = whole_numbers(tokens * 8, 26, "k", -2, 2);
+    ix.weights.assign(tokens, 1);
+    for (std::int32_t t = 0; t < tokens; ++t) {
+      ix.begin.push_back(std::max(t - 3, 0));
+      ix.end.push_back(t + 1);
+    }
+    const Selected selected = select(ix, on(backend));
+    for (const std::int64_t t :
+         {std::int64_t{0}, std::int64_t{65535}, std::int64_t{65536}, tokens - 1}) {
+      const Indexer row = rows_of(ix, t, 1);
+      expect_selected(rows_of(ix, selected, t, 1), plain_selection(row));
+    }
+  });
+}
+
+// ---- Replay.
+
+TEST(IndexTopkReplay, GivesTheScoresOfTheSelection) {
+  on_each_indexer([](Backend backend, const Indexer& shape) {
+    Indexer exact = filled_exactly(shape, 31);
+    exact.order = SlotOrder::by_score;
+    const Selected selected = select(exact, on(backend));
+    exact.indices = selected.indices;
+    EXPECT_TRUE(
+        ok(harness::compare_exactly("scores", replay(exact, on(backend)), selected.scores)));
+
+    Indexer ix = filled(shape, 31);
+    const Selected chosen = select(ix, on(backend));
+    ix.indices = chosen.indices;
+    const Values scores = replay(ix, on(backend));
+    for (std::int64_t t = 0; t < ix.tokens; ++t) {
+      const double error = harness::score_limit(ix.dtype).value * plain_scores(ix, t).scale;
+      for (std::int64_t j = 0; j < ix.topk; ++j) {
+        if (j < chosen.lengths[t]) {
+          EXPECT_NEAR(scores[t * ix.topk + j], chosen.scores[t * ix.topk + j], error);
+        } else {
+          EXPECT_EQ(scores[t * ix.topk + j], -kInfinity);
+        }
+      }
+    }
+  });
+}
+
+TEST(IndexTopkReplay, OutsideTheWindowIsMinusInfinity) {
+  on_each_backend([](Backend backend) {
+    Indexer ix = filled_exactly({.tokens = 2, .keys = 20, .topk = 8}, 32);
+    ix.begin = {5, 0};
+    ix.end = {10, 0};
+    ix.indices = {4, 5, 9, 10, 19, -1, 20, kMaxInt32, 0, 1, 2, 3, kMinInt32, -1, 5, 7};
+    const Values all = plain_scores(ix, 0).of_key;
+    EXPECT_EQ(replay(ix, on(backend)),
+              (Values{-kInfinity, all[5], all[9], -kInfinity, -kInfinity, -kInfinity, -kInfinity,
+                      -kInfinity, -kInfinity, -kInfinity, -kInfinity, -kInfinity, -kInfinity,
+                      -kInfinity, -kInfinity, -kInfinity}));
+    // Slots past lengths, too; a repeated key is scored twice.
+    ix.indices = {6, 6, 7, 8, 9, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
+    ix.lengths = {3, 8};
+    EXPECT_EQ(part(replay(ix, on(backend)), 0, 8),
+              (Values{all[6], all[6], all[7], -kInfinity, -kInfinity, -kInfinity, -kInfinity,
+                      -kInfinity}));
+  });
+}
+
+TEST(IndexTopkReplay, KeepsNan) {
+  on_each_backend([](Backend backend) {
+    Indexer ix = filled_exactly({.tokens = 1, .keys = 10, .topk = 3}, 33);
+    ix.k[4 * ix.dim] = kNaN;
+    ix.begin = {0};
+    ix.end = {8};
+    ix.indices = {3, 4, 9};
+    const Values scores = replay(ix, on(backend));
+    EXPECT_EQ(scores[0], plain_scores(ix, 0).of_key[3]);
+    EXPECT_TRUE(std::isnan(scores[1]));
+    EXPECT_EQ(scores[2], -kInfinity);
+  });
+}
+
+// ---- fp8.
+
+TEST(IndexTopkFp8, SelectsByTheDequantisedKeys) {
+  on_each_backend([](Backend backend) {
+    for (const std::int64_t heads : {3, 64}) {
+      Indexer ix = filled_exactly({.tokens = 5,
+                                   .keys = 200,
+                                   .heads = heads,
+                                   .dim = 128,
+                                   .topk = 40,
+                                   .dtype = DType::f8_e4m3},
+                                  34);
+      // Powers of two keep every sum exact.
+      const Random random(34, "k_scale");
+      for (std::int64_t s = 0; s < ix.keys; ++s)
+        ix.k_scale.push_back(std::ldexp(1.0, static_cast<int>(random.below(s, 5)) - 2));
+      const Selected selected = select(ix, on(backend));
+      expect_selected(selected, plain_selection(ix));
+      ix.indices = selected.indices;
+      EXPECT_TRUE(ok(harness::compare_exactly("scores", replay(ix, on(backend)), selected.scores)));
+    }
+  });
+}
+
+TEST(IndexTopkFp8, ScoresAreCloseToThoseOfTheDequantisedValues) {
+  on_each_backend([](Backend backend) {
+    Indexer ix = filled(
+        {.tokens = 5, .keys = 200, .heads = 8, .dim = 128, .topk = 40, .dtype = DType::f8_e4m3},
+        35);
+    ix.k_scale = whole_numbers(ix.keys, 35, "k_scale", 1, 100);
+    for (double& scale : ix.k_scale) scale /= 37;
+    const Selected selected = select(ix, on(backend));
+    for (std::int64_t t = 0; t < ix.tokens; ++t) {
+      const PlainScores scores = plain_scores(ix, t);
+      for (std::int64_t j = 0; j < selected.lengths[t]; ++j)
+        EXPECT_NEAR(selected.scores[t * ix.topk + j],
+                    scores.of_key[selected.indices[t * ix.topk + j]],
+                    harness::score_limit(ix.dtype).value * scores.scale);
+    }
+  });
+}
+
+TEST(IndexTopkFp8, KeepsNanKeysOut) {
+  on_each_backend([](Backend backend) {
+    Indexer ix = filled_exactly({.tokens = 2, .keys = 50, .topk = 50, .dtype = DType::f8_e4m3}, 36);
+    ix.k_scale.assign(50, 1);
+    ix.k[7 * ix.dim + 3] = kNaN;
+    ix.k_scale[11] = kNaN;
+    expect_selected(select(ix, on(backend)), plain_selection(ix));
+  });
+}
+
+// ---- Backward.
+
+TEST(IndexTopkBackward, InvalidSlotsTouchNothing) {
+  on_each_indexer([](Backend backend, const Indexer& shape) {
+    Indexer ix = with_selection(filled(shape, 41), backend);
+    ix.d_k_before = normals(static_cast<std::int64_t>(ix.k.size()), 41, "d_k");
+    Indexer spoilt = ix;
+    for (std::int64_t t = 0; t < ix.tokens; ++t)
+      for (std::int64_t j = 0; j < ix.topk; ++j) {
+        const std::int64_t i = t * ix.topk + j;
+        if (j % 3 == 0) {  // no key, or one outside the window
+          ix.indices[i] = -1;
+          const std::int32_t outside = ix.begin[t] > 0 ? ix.begin[t] - 1 : kMaxInt32;
+          spoilt.indices[i] = j % 2 == 0 ? outside : ix.end[t];
+        }
+        if (ix.indices[i] == -1) spoilt.d_scores[i] = j % 2 == 0 ? kNaN : kInfinity;
+      }
+    expect_same_bits(backward(spoilt, deterministic(backend)),
+                     backward(ix, deterministic(backend)));
+
+    // Slots past lengths likewise.
+    Indexer cut = ix;
+    for (std::int64_t t = 0; t < ix.tokens; ++t) {
+      spoilt.lengths[t] = cut.lengths[t] = std::min(ix.lengths[t], 2);
+      for (std::int64_t j = 2; j < ix.topk; ++j) {
+        spoilt.d_scores[t * ix.topk + j] = kNaN;
+        cut.d_scores[t * ix.topk + j] = 0;
+      }
+    }
+    expect_same_bits(backward(spoilt, deterministic(backend)),
+                     backward(cut, deterministic(backend)));
+  });
+}
+
+TEST(IndexTopkBackward, FollowsTheFormulaExactly) {
+  // Whole numbers: bit for bit, the subgradient 0 at 0 included.
+  on_each_indexer([](Backend backend, const Indexer& shape) {
+    const Indexer ix = with_selection(filled_exactly(shape, 42), backend);
+    IndexGradients expected{Values(ix.q.size()), Values(ix.weights.size()), Values(ix.k.size())};
+    for (std::int64_t t = 0; t < ix.tokens; ++t)
+      for (std::int64_t j = 0; j < ix.lengths[t]; ++j)
+        for (std::int64_t h = 0; h < ix.heads; ++h) {
+          const double* q = &ix.q[(t * ix.heads + h) * ix.dim];
+          const double* k = &ix.k[ix.indices[t * ix.topk + j] * ix.dim];
+          double a = 0;
+          for (std::int64_t d = 0; d < ix.dim; ++d) a += q[d] * k[d];
+          if (a <= 0) continue;
+          const double g = ix.d_scores[t * ix.topk + j];
+          const double gw = g * ix.weights[t * ix.heads + h];
+          expected.d_weights[t * ix.heads + h] += g * a;
+          for (std::int64_t d = 0; d < ix.dim; ++d) {
+            expected.d_q[(t * ix.heads + h) * ix.dim + d] += gw * k[d];
+            expected.d_k[ix.indices[t * ix.topk + j] * ix.dim + d] += gw * q[d];
+          }
+        }
+    const IndexGradients actual = backward(ix, on(backend));
+    EXPECT_TRUE(ok(harness::compare_exactly("d_q", actual.d_q, as_stored(ix.dtype, expected.d_q))));
+    EXPECT_TRUE(ok(harness::compare_exactly("d_weights", actual.d_weights, expected.d_weights)));
+    EXPECT_TRUE(ok(harness::compare_exactly("d_k", actual.d_k, expected.d_k)));
+  });
+}
+
+TEST(IndexTopkBackward, DKOfTheAccumulationTypeIsAddedToAndOthersOverwritten) {
+  on_each_backend([](Backend backend) {
+    for (const DType dtype : {DType::bf16, DType::f16}) {
+      Indexer ix = with_selection(filled_exactly({.dtype = dtype}, 43), backend);
+      const IndexGradients alone = backward(ix, on(backend));
+      ix.d_k_before = whole_numbers(static_cast<std::int64_t>(ix.k.size()), 43, "d_k", -9, 9);
+      IndexGradients sum = alone;
+      for (std::size_t i = 0; i < sum.d_k.size(); ++i) sum.d_k[i] += ix.d_k_before[i];
+      EXPECT_TRUE(ok(harness::compare_exactly("d_k", backward(ix, on(backend)).d_k, sum.d_k)));
+      ix.d_k_type = dtype;
+      EXPECT_TRUE(ok(harness::compare_exactly("d_k", backward(ix, on(backend)).d_k,
+                                              as_stored(dtype, alone.d_k))));
+    }
+  });
+}
+
+TEST(IndexTopkBackward, RowsOfDQAndDWeightsDoNotDependOnTheirNeighbours) {
+  on_each_indexer([](Backend backend, const Indexer& shape) {
+    const Indexer ix = with_selection(filled(shape, 44), backend);
+    const IndexGradients together = backward(ix, on(backend));
+    for (std::int64_t t = 0; t < ix.tokens; ++t) {
+      const IndexGradients alone = backward(rows_of(ix, t, 1), on(backend));
+      const std::int64_t row = ix.heads * ix.dim;
+      EXPECT_TRUE(same_bits(alone.d_q, part(together.d_q, t * row, row)));
+      EXPECT_TRUE(same_bits(alone.d_weights, part(together.d_weights, t * ix.heads, ix.heads)));
+    }
+  });
+}
+
+TEST(IndexTopkBackward, DeterministicCallsGiveTheSameBitsWhateverTheThreads) {
+  on_each_indexer([](Backend backend, const Indexer& shape) {
+    const Indexer ix = with_selection(filled(shape, 45), backend);
+    const IndexGradients first = backward(ix, deterministic(backend));
+    for (const int threads : {0, 1, 2, 5, 1024}) {
+      Execution execution = deterministic(backend);
+      execution.threads = threads;
+      expect_same_bits(backward(ix, execution), first);
+    }
+    expect_close(ix, backward(ix, on(backend)), first);
+  });
+}
+
+}  // namespace
+}  // namespace winnow::tests

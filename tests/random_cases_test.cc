@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every op on small cases of the harness with all choices drawn.
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "harness/cases.h"
+#include "harness/checks.h"
+#include "harness/workloads.h"
+#include "tests/op_calls.h"
+
+namespace winnow::tests {
+namespace {
+
+constexpr std::uint64_t kCases = 400;
+
+/// A small case with every choice drawn. Gradients are judged by their norm, and that of a few
+/// numbers may all but vanish beside what it is the difference of: so there are some rows, keys and
+/// heads at least, and extreme sinks have more heads beside them.
+harness::Case random_case(std::uint64_t seed) {
+  CallMaker m(seed, {});
+  harness::Case c;
+  c.dtype = activation(m);
+  c.name = fmt::format("random-{}", seed);
+  c.rows = m.between(30, 60);
+  c.tokens = m.perhaps() ? c.rows : m.between(20, 30);
+  c.documents = m.between(1, 6);
+  if (m.below(4) == 0) c.batch = m.between(1, 3);
+  c.heads = m.between(4, 8);
+  c.qk_dim = 8 * m.between(1, 6);
+  c.v_dim = m.perhaps() ? c.qk_dim : 8 * m.between(1, c.qk_dim / 8);
+  if (m.perhaps()) c.ratio = static_cast<std::int32_t>(m.between(2, 5));
+  if (c.ratio > 1) c.window = static_cast<std::int32_t>(m.between(0, 6));
+  c.topk = c.window + m.between(8, 20);
+  c.index_heads = m.between(1, 5);
+  c.index_dim = 8 * m.between(1, 4);
+  c.head_dim = m.between(0, 9);
+  c.scale = c.v_dim == c.qk_dim && m.perhaps() ? 0.0F : 0.2F;
+  c.sink = m.perhaps();
+  c.slots = static_cast<harness::Slots>(m.below(4));
+  c.holes = m.below(3) == 0;
+  c.no_valid_slot = m.below(10) == 0;
+  c.lengths = m.perhaps();
+  c.empty_rows = m.below(4) == 0;
+  c.padded = m.below(3) == 0;
+  c.extreme_sinks = c.sink && c.heads >= 5 && m.below(4) == 0;
+  c.extras = m.perhaps();
+  c.exact_scores = m.below(3) == 0;
+  c.nan_keys = m.below(4) == 0;
+  c.row_padding = m.one_of<std::int64_t>({0, 0, 3, 8});
+  return c;
+}
+
+class RandomCases : public ::testing::TestWithParam<std::string_view> {};
+
+TEST_P(RandomCases, AgreeWithTheOracle) {
+  on_each_backend([](Backend backend) {
+    for (std::uint64_t seed = 0; seed < kCases && !HasFailure(); ++seed) {
+      SCOPED_TRACE(fmt::format("seed {}", seed));
+      for (const harness::Report& report :
+           harness::check(GetParam(), random_case(seed), {.backend = backend}, seed))
+        EXPECT_TRUE(report.ok) << harness::line(report);
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ops, RandomCases, ::testing::ValuesIn(harness::ops()),
+                         [](const auto& info) { return std::string(info.param); });
+
+}  // namespace
+}  // namespace winnow::tests

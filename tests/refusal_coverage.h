@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which of the library's sentences of refusal the tests of this program have seen.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/refusals.h"
+
+namespace winnow::tests {
+
+class RefusalCoverage {
+ public:
+  /// Takes a text "op: argument given: sentence", or "op: the x backend sentence; ...". A sentence
+  /// that leaves more words to its values matches much: the one with most words of its own counts.
+  void record(std::string_view text) {
+    for (std::size_t first = 0; first <= text.size();) {
+      const std::size_t last = std::min(text.find("; ", first), text.size());
+      record_one(text.substr(first, last - first));
+      first = last + 2;
+    }
+  }
+
+  std::vector<std::string> missing() const {
+    std::vector<std::string> result;
+    for (const char* sentence : refusal::all)
+      if (!seen_.contains(sentence)) result.emplace_back(sentence);
+    return result;
+  }
+
+ private:
+  static std::size_t own_letters(std::string_view sentence) {
+    std::size_t count = sentence.size();
+    for (std::size_t at = sentence.find("{}"); at != std::string_view::npos;
+         at = sentence.find("{}", at + 2))
+      count -= 2;
+    return count;
+  }
+
+  /// Whether `text` is `sentence` with anything but ": " in place of each {}.
+  static bool matches(std::string_view text, std::string_view sentence) {
+    const std::size_t gap = sentence.find("{}");
+    if (gap == std::string_view::npos) return text == sentence;
+    if (!text.starts_with(sentence.substr(0, gap))) return false;
+    const std::string_view rest = sentence.substr(gap + 2);
+    for (std::size_t end = gap; end <= text.size(); ++end) {
+      if (matches(text.substr(end), rest)) return true;
+      if (text.substr(end).starts_with(": ")) break;
+    }
+    return false;
+  }
+
+  void record_one(std::string_view text) {
+    // The sentence is an end of the text: behind a colon, or behind the name of a backend.
+    const char* best = nullptr;
+    for (const char* sentence : refusal::all) {
+      for (const std::string_view before : {": ", " backend "}) {
+        for (std::size_t at = text.find(before); at != std::string_view::npos;
+             at = text.find(before, at + 1)) {
+          if (!matches(text.substr(at + before.size()), sentence)) continue;
+          if (best == nullptr || own_letters(sentence) > own_letters(best)) best = sentence;
+        }
+      }
+    }
+    if (best != nullptr) seen_.insert(best);
+  }
+
+  std::set<std::string_view> seen_;
+};
+
+}  // namespace winnow::tests

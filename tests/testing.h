@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the tests share: backends to loop over, tensors from vectors, comparisons as assertions.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include "harness/backends.h"
+#include "harness/compare.h"
+#include "harness/memory.h"
+#include "harness/numbers.h"
+#include "harness/random.h"
+#include "winnow/winnow.h"
+
+namespace winnow::tests {
+
+using harness::Buffer;
+using harness::compare;
+using harness::Random;
+using harness::Shape;
+
+using Ints = std::vector<std::int32_t>;
+using Values = std::vector<double>;
+
+inline constexpr double kInfinity = std::numeric_limits<double>::infinity();
+inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+inline constexpr std::int32_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
+inline constexpr std::int32_t kMinInt32 = std::numeric_limits<std::int32_t>::min();
+
+/// Calls body(backend) for every backend that can run here.
+template <class Body>
+void on_each_backend(const Body& body) {
+  for (const Backend backend : harness::usable_backends()) {
+    const ::testing::ScopedTrace trace(__FILE__, __LINE__, std::string(name(backend)));
+    body(backend);
+  }
+}
+
+inline Execution on(Backend backend) { return {.backend = backend}; }
+
+// ---- Values.
+
+inline Values normals(std::int64_t count, std::uint64_t seed, std::string_view stream,
+                      double factor = 1) {
+  const Random random(seed, stream);
+  Values values(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i) values[i] = factor * random.normal(i);
+  return values;
+}
+
+/// Whole numbers in [least, most].
+inline Values whole_numbers(std::int64_t count, std::uint64_t seed, std::string_view stream,
+                            std::int64_t least, std::int64_t most) {
+  const Random random(seed, stream);
+  Values values(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i)
+    values[i] = static_cast<double>(least + random.below(i, most - least + 1));
+  return values;
+}
+
+/// The values that a tensor of this type holds for the given ones.
+inline Values as_stored(DType dtype, Values values) {
+  for (double& value : values) value = harness::rounded(dtype, value);
+  return values;
+}
+
+/// `count` values from the one at `first` on.
+template <class T>
+std::vector<T> part(const std::vector<T>& values, std::int64_t first, std::int64_t count) {
+  return {values.begin() + first, values.begin() + first + count};
+}
+
+// ---- Tensors.
+
+inline std::int64_t elements(const Shape& shape) {
+  std::int64_t product = 1;
+  for (const std::int64_t size : shape) product *= size;
+  return product;
+}
+
+/// No values: an absent tensor, where the shape has elements.
+inline Buffer floats(Device device, DType dtype, const Shape& shape, const Values& values,
+                     std::int64_t row_padding = 0) {
+  if (values.empty() && elements(shape) > 0) return {};
+  Buffer buffer(device, dtype, shape, row_padding);
+  buffer.upload(values);
+  return buffer;
+}
+
+inline Buffer ints(Device device, const Shape& shape, const Ints& values,
+                   std::int64_t row_padding = 0) {
+  if (values.empty() && elements(shape) > 0) return {};
+  Buffer buffer(device, DType::i32, shape, row_padding);
+  buffer.upload(values);
+  return buffer;
+}
+
+template <class... Buffers>
+void expect_canaries_intact(const Buffers&... buffers) {
+  EXPECT_TRUE((buffers.canaries_intact() && ...)) << "memory around a tensor was written to";
+}
+
+// ---- Comparisons.
+
+inline ::testing::AssertionResult ok(const harness::Report& report) {
+  if (report.ok && !report.skipped) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure() << harness::line(report);
+}
+
+/// Equal in every bit; all NaN are one value here.
+inline ::testing::AssertionResult same_bits(const Values& actual, const Values& expected) {
+  if (actual.size() != expected.size()) {
+    return ::testing::AssertionFailure()
+           << actual.size() << " elements, expected " << expected.size();
+  }
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    if (std::isnan(actual[i]) && std::isnan(expected[i])) continue;
+    if (std::bit_cast<std::uint64_t>(actual[i]) == std::bit_cast<std::uint64_t>(expected[i]))
+      continue;
+    return ::testing::AssertionFailure()
+           << fmt::format("[{}] is {}, expected {}", i, actual[i], expected[i]);
+  }
+  return ::testing::AssertionSuccess();
+}
+
+inline ::testing::AssertionResult all_equal(const Values& values, double expected) {
+  return same_bits(values, Values(values.size(), expected));
+}
+
+/// All zeros, of either sign.
+inline ::testing::AssertionResult all_zero(const Values& values) {
+  for (std::size_t i = 0; i < values.size(); ++i)
+    if (values[i] != 0)
+      return ::testing::AssertionFailure() << fmt::format("[{}] is {}", i, values[i]);
+  return ::testing::AssertionSuccess();
+}
+
+// ---- Errors.
+
+/// The text of the Error that `call` throws; empty if it throws none.
+template <class Call>
+std::string refusal_of(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return {};
+}
+
+}  // namespace winnow::tests

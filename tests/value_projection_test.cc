@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+// value_projection: products of whole numbers exactly, rows on their own, both kinds of d_w_v.
+#include "tests/testing.h"
+
+namespace winnow::tests {
+namespace {
+
+struct Projection {
+  std::int64_t tokens = 5;
+  std::int64_t heads = 3;
+  std::int64_t head_dim = 7;
+  std::int64_t v_dim = 16;
+  DType dtype = DType::bf16;
+  std::int64_t row_padding = 0;
+  Values out{}, w_v{}, d_out_v{};
+  DType d_w_type = DType::f32;
+  Values d_w_before{};  // empty: zeros
+};
+
+struct ProjectionGradients {
+  Values d_out, d_w_v;
+};
+
+/// Whole numbers, so small that the sums are exact in every type.
+Projection filled(Projection p, std::uint64_t seed) {
+  p.out = whole_numbers(p.tokens * p.heads * p.v_dim, seed, "out", -2, 2);
+  p.w_v = whole_numbers(p.heads * p.head_dim * p.v_dim, seed, "w_v", -2, 2);
+  p.d_out_v = whole_numbers(p.tokens * p.heads * p.head_dim, seed, "d_out_v", -2, 2);
+  return p;
+}
+
+Projection with_normals(Projection p, std::uint64_t seed) {
+  p.out = normals(p.tokens * p.heads * p.v_dim, seed, "out");
+  p.w_v = normals(p.heads * p.head_dim * p.v_dim, seed, "w_v");
+  p.d_out_v = normals(p.tokens * p.heads * p.head_dim, seed, "d_out_v");
+  return p;
+}
+
+Projection rows_of(Projection p, std::int64_t first, std::int64_t count) {
+  p.out = part(p.out, first * p.heads * p.v_dim, count * p.heads * p.v_dim);
+  p.d_out_v = part(p.d_out_v, first * p.heads * p.head_dim, count * p.heads * p.head_dim);
+  p.tokens = count;
+  return p;
+}
+
+Values forward(const Projection& p, const Execution& execution) {
+  const Device device = harness::device_of(execution.backend);
+  const Buffer out = floats(device, p.dtype, {p.tokens, p.heads, p.v_dim}, p.out, p.row_padding);
+  const Buffer w_v = floats(device, p.dtype, {p.heads, p.head_dim, p.v_dim}, p.w_v, p.row_padding);
+  const Buffer out_v(device, p.dtype, {p.tokens, p.heads, p.head_dim}, p.row_padding);
+  value_projection_forward({.out = out.tensor(), .w_v = w_v.tensor(), .out_v = out_v.tensor()},
+                           execution);
+  expect_canaries_intact(out, w_v, out_v);
+  return out_v.download();
+}
+
+ProjectionGradients backward(const Projection& p, const Execution& execution) {
+  const Device device = harness::device_of(execution.backend);
+  const Buffer out = floats(device, p.dtype, {p.tokens, p.heads, p.v_dim}, p.out, p.row_padding);
+  const Buffer w_v = floats(device, p.dtype, {p.heads, p.head_dim, p.v_dim}, p.w_v, p.row_padding);
+  const Buffer d_out_v =
+      floats(device, p.dtype, {p.tokens, p.heads, p.head_dim}, p.d_out_v, p.row_padding);
+  const Buffer d_out(device, p.dtype, {p.tokens, p.heads, p.v_dim}, p.row_padding);
+  Buffer d_w_v(device, p.d_w_type, {p.heads, p.head_dim, p.v_dim}, p.row_padding);
+  // One that is overwritten starts as poison.
+  if (p.d_w_type == DType::f32)
+    d_w_v.upload(p.d_w_before.empty() ? Values(p.w_v.size()) : p.d_w_before);
+  value_projection_backward({.out = out.tensor(),
+                             .w_v = w_v.tensor(),
+                             .d_out_v = d_out_v.tensor(),
+                             .d_out = d_out.tensor(),
+                             .d_w_v = d_w_v.tensor()},
+                            execution);
+  expect_canaries_intact(out, w_v, d_out_v, d_out, d_w_v);
+  return {d_out.download(), d_w_v.download()};
+}
+
+/// out_v, d_out and d_w_v by the formulas.
+struct Plain {
+  Values out_v;
+  ProjectionGradients gradients;
+};
+
+Plain plain(const Projection& p) {
+  Plain result{Values(p.d_out_v.size()), {Values(p.out.size()), Values(p.w_v.size())}};
+  for (std::int64_t t = 0; t < p.tokens; ++t)
+    for (std::int64_t h = 0; h < p.heads; ++h)
+      for (std::int64_t d = 0; d < p.head_dim; ++d)
+        for (std::int64_t c = 0; c < p.v_dim; ++c) {
+          const std::int64_t out = (t * p.heads + h) * p.v_dim + c;
+          const std::int64_t out_v = (t * p.heads + h) * p.head_dim + d;
+          const std::int64_t w = (h * p.head_dim + d) * p.v_dim + c;
+          result.out_v[out_v] += p.w_v[w] * p.out[out];
+          result.gradients.d_out[out] += p.w_v[w] * p.d_out_v[out_v];
+          result.gradients.d_w_v[w] += p.d_out_v[out_v] * p.out[out];
+        }
+  return result;
+}
+
+/// Calls body(backend, shape) for every type, and for uneven shapes and those of the models.
+template <class Body>
+void on_each_projection(const Body& body) {
+  on_each_backend([&](Backend backend) {
+    for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
+      for (const Projection& shape :
+           {Projection{.dtype = dtype},
+            Projection{.tokens = 1, .heads = 1, .head_dim = 1, .v_dim = 8, .dtype = dtype},
+            Projection{.tokens = 0, .dtype = dtype},
+            Projection{.tokens = 3, .heads = 2, .head_dim = 128, .v_dim = 512, .dtype = dtype}}) {
+        SCOPED_TRACE(fmt::format("{}, {} tokens, {} x {}", name(dtype), shape.tokens,
+                                 shape.head_dim, shape.v_dim));
+        body(backend, shape);
+      }
+  });
+}
+
+TEST(ValueProjection, OfWholeNumbersIsExact) {
+  on_each_projection([](Backend backend, const Projection& shape) {
+    const Projection p = filled(shape, 1);
+    const Plain expected = plain(p);
+    EXPECT_TRUE(ok(harness::compare_exactly("out_v", forward(p, on(backend)),
+                                            as_stored(p.dtype, expected.out_v))));
+    const ProjectionGradients gradients = backward(p, on(backend));
+    EXPECT_TRUE(ok(harness::compare_exactly("d_out", gradients.d_out,
+                                            as_stored(p.dtype, expected.gradients.d_out))));
+    EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", gradients.d_w_v, expected.gradients.d_w_v)));
+  });
+}
+
+TEST(ValueProjection, DWOfTheAccumulationTypeIsAddedToAndOthersOverwritten) {
+  on_each_projection([](Backend backend, const Projection& shape) {
+    Projection p = filled(shape, 2);
+    const Values alone = plain(p).gradients.d_w_v;
+    p.d_w_before = whole_numbers(static_cast<std::int64_t>(p.w_v.size()), 2, "d_w_v", -9, 9);
+    Values sum = alone;
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += p.d_w_before[i];
+    EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", backward(p, on(backend)).d_w_v, sum)));
+    if (p.dtype == DType::f32) return;
+    p.d_w_type = p.dtype;
+    EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", backward(p, on(backend)).d_w_v,
+                                            as_stored(p.dtype, alone))));
+  });
+}
+
+TEST(ValueProjection, RowsDoNotDependOnTheirNeighbours) {
+  on_each_projection([](Backend backend, const Projection& shape) {
+    const Projection p = with_normals(shape, 3);
+    const Values out_v = forward(p, on(backend));
+    const Values d_out = backward(p, on(backend)).d_out;
+    for (std::int64_t t = 0; t < p.tokens; ++t) {
+      const Projection row = rows_of(p, t, 1);
+      const std::int64_t width = p.heads * p.head_dim;
+      EXPECT_TRUE(same_bits(forward(row, on(backend)), part(out_v, t * width, width)));
+      EXPECT_TRUE(same_bits(backward(row, on(backend)).d_out,
+                            part(d_out, t * p.heads * p.v_dim, p.heads * p.v_dim)));
+    }
+  });
+}
+
+TEST(ValueProjection, ThreadsAndRepeatsChangeNoBit) {
+  on_each_projection([](Backend backend, const Projection& shape) {
+    const Projection p = with_normals(shape, 4);
+    Execution execution{.backend = backend, .deterministic = true};
+    const Values out_v = forward(p, execution);
+    const ProjectionGradients gradients = backward(p, execution);
+    for (const int threads : {0, 1, 2, 5}) {
+      execution.threads = threads;
+      EXPECT_TRUE(same_bits(forward(p, execution), out_v));
+      EXPECT_TRUE(same_bits(backward(p, execution).d_out, gradients.d_out));
+      EXPECT_TRUE(same_bits(backward(p, execution).d_w_v, gradients.d_w_v));
+    }
+  });
+}
+
+TEST(ValueProjection, OfStridedTensorsIsTheSame) {
+  on_each_projection([](Backend backend, const Projection& shape) {
+    Projection p = filled(shape, 5);
+    const Values out_v = forward(p, on(backend));
+    const ProjectionGradients gradients = backward(p, on(backend));
+    for (const std::int64_t padding : {3, 8}) {
+      p.row_padding = padding;
+      EXPECT_TRUE(ok(harness::compare_exactly("out_v", forward(p, on(backend)), out_v)));
+      const ProjectionGradients strided = backward(p, on(backend));
+      EXPECT_TRUE(ok(harness::compare_exactly("d_out", strided.d_out, gradients.d_out)));
+      EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", strided.d_w_v, gradients.d_w_v)));
+    }
+  });
+}
+
+TEST(ValueProjection, KeepsNanToItsOwnHeadAndRow) {
+  on_each_backend([](Backend backend) {
+    Projection p = filled({}, 6);
+    p.out[(2 * p.heads + 1) * p.v_dim] = kNaN;
+    const Values out_v = forward(p, on(backend));
+    for (std::int64_t i = 0; i < p.tokens * p.heads * p.head_dim; ++i)
+      EXPECT_EQ(std::isnan(out_v[i]), i / p.head_dim == 2 * p.heads + 1) << i;
+  });
+}
+
+}  // namespace
+}  // namespace winnow::tests

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// winnow check: operators on cases and backends, held against the reference in double.
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "harness/backends.h"
+#include "harness/checks.h"
+#include "harness/workloads.h"
+#include "tools/commands.h"
+#include "tools/progress.h"
+#include "tools/report_json.h"
+#include "tools/text.h"
+#include "tools/words.h"
+#include "winnow/winnow.h"
+
+namespace winnow::tools {
+namespace {
+
+struct Options {
+  std::string op;
+  std::string backend;
+  std::string name_of_case;
+  std::uint64_t seed = 1;
+  bool json = false;
+};
+
+struct Task {
+  std::string_view op;
+  harness::Case c;
+  Backend backend;
+
+  std::string title() const {
+    const bool trimmed = c.tokens < harness::find_case(c.name).tokens;
+    return fmt::format("{}, {}{}, {}", op, c.name,
+                       trimmed ? fmt::format(" with {} queries", c.tokens) : "", name(backend));
+  }
+};
+
+/// A model's own size takes a CPU minutes for each op: unless someone asks for the case by name,
+/// it gets fewer queries, with all keys. (On the reference the harness runs sampled rows alone.)
+harness::Case trimmed(harness::Case c, Backend backend) {
+  constexpr std::int64_t kQueries = 512;
+  if (c.full && backend == Backend::cpu) c.tokens = std::min(c.tokens, kQueries);
+  return c;
+}
+
+std::vector<Task> tasks_of(const Options& options) {
+  const std::vector<Backend> backends = options.backend.empty()
+                                            ? harness::usable_backends()
+                                            : std::vector{backend_word(options.backend)};
+  std::vector<harness::Case> cases;
+  if (!options.name_of_case.empty()) cases.push_back(harness::find_case(options.name_of_case));
+  for (const harness::Case& each : harness::cases())
+    if (options.name_of_case.empty() && !each.slow) cases.push_back(each);
+
+  std::vector<Task> tasks;
+  for (const std::string_view op : op_words(options.op))
+    for (const harness::Case& c : cases)
+      for (const Backend backend : backends) {
+        // What a case does not have is worth a line only if someone asked for it.
+        const bool asked_for = !options.op.empty() && !options.name_of_case.empty();
+        if (asked_for || harness::missing(op, c).empty())
+          tasks.push_back({op, options.name_of_case.empty() ? trimmed(c, backend) : c, backend});
+      }
+  return tasks;
+}
+
+struct Counts {
+  std::size_t compared = 0;
+  std::size_t failed = 0;
+  std::size_t skipped = 0;
+
+  void add(const harness::Report& report) {
+    ++(report.skipped ? skipped : compared);
+    if (!report.ok) ++failed;
+  }
+};
+
+int check(const Options& options) {
+  const std::vector<Task> tasks = tasks_of(options);
+  const auto start = std::chrono::steady_clock::now();
+  Counts counts;
+  nlohmann::ordered_json checks = nlohmann::json::array();
+  {
+    constexpr double kFullWork = 40;  // against 1 of a small case, roughly
+    double work = 0;
+    for (const Task& task : tasks) work += task.c.full ? kFullWork : 1;
+    Progress progress(work);
+    for (const Task& task : tasks) {
+      progress.begin(fmt::format("{}, {}", task.op, task.c.name), task.c.full ? kFullWork : 1);
+      const auto reports = harness::check(task.op, task.c, {.backend = task.backend}, options.seed);
+      std::string text = task.title() + '\n';
+      nlohmann::ordered_json lines = nlohmann::json::array();
+      for (const harness::Report& report : reports) {
+        counts.add(report);
+        text += fmt::format("  {}\n", line(report));
+        lines.push_back(json_of(report));
+      }
+      if (!options.json) progress.print(text);
+      checks.push_back({{"op", task.op},
+                        {"case", task.c.name},
+                        {"tokens", task.c.tokens},
+                        {"backend", name(task.backend)},
+                        {"reports", std::move(lines)}});
+    }
+  }
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  if (options.json) {
+    const nlohmann::ordered_json all{{"version", version()},        {"seed", options.seed},
+                                     {"checks", std::move(checks)}, {"compared", counts.compared},
+                                     {"failed", counts.failed},     {"skipped", counts.skipped},
+                                     {"seconds", elapsed.count()},  {"ok", counts.failed == 0}};
+    fmt::print("{}\n", all.dump(2));
+  } else {
+    fmt::print("\n{} {}: {} tensors compared, {} failed, {} skipped, {}\n", tasks.size(),
+               tasks.size() == 1 ? "check" : "checks", counts.compared, counts.failed,
+               counts.skipped, seconds_text(elapsed.count()));
+  }
+  return counts.failed == 0 ? 0 : 1;
+}
+
+}  // namespace
+
+void add_check(CLI::App& app, int& exit_code) {
+  CLI::App* command = app.add_subcommand(
+      "check", "Hold operators against the reference in double. Exit code 1 if one fails.");
+  auto options = std::make_shared<Options>();
+  command->add_option("OP", options->op, "One of " + join(op_words("")) + ". Default: all.");
+  command->add_option("--backend", options->backend,
+                      "One of " + join(backend_names()) + ". Default: all that are usable here.");
+  command->add_option("--case", options->name_of_case,
+                      "A model (" + join(model_names()) +
+                          ") or an awkward case; a bad word lists all. Default: all quick ones.");
+  command->add_option("--seed", options->seed, "Of all inputs. Default: 1.");
+  command->add_flag("--json", options->json, "Print JSON.");
+  command->callback([options, &exit_code] { exit_code = check(*options); });
+}
+
+}  // namespace winnow::tools

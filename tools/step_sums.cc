@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sums over all queries of a training step, held against the reference on samples of keys and
+// heads.
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "harness/trial.h"
+#include "tools/oracle_memory.h"
+#include "tools/step_check.h"
+
+namespace winnow::tools {
+namespace {
+
+using harness::Buffer;
+using harness::compare;
+using harness::kOracle;
+using harness::Report;
+using harness::Rows;
+
+/// The index lists of a step without all other keys. The gradient of a key is that of the whole
+/// lists, since lse, out and d_scores of the step go with them; only the work is less.
+struct KeptSlots {
+  std::int64_t width = 1;
+  std::vector<std::int32_t> indices;  // [tokens, width]
+  std::vector<std::int64_t> from;     // [tokens, width], where the slot stood; -1: none
+};
+
+/// With `first`, the first slot of each list stays too, so that no row loses all of its keys.
+KeptSlots keep(const Buffer& lists, const Rows& keys, bool first) {
+  const std::vector<std::int32_t> indices = lists.download_ints();
+  const std::int64_t tokens = lists.tensor().shape[0];
+  const std::int64_t topk = lists.tensor().shape[1];
+  std::vector<std::vector<std::int64_t>> kept(tokens);
+  KeptSlots slots;
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    for (std::int64_t i = t * topk; i < (t + 1) * topk; ++i) {
+      const bool wanted = std::find(keys.begin(), keys.end(), indices[i]) != keys.end();
+      if (indices[i] >= 0 && (wanted || (first && i == t * topk))) kept[t].push_back(i);
+    }
+    slots.width = std::max(slots.width, static_cast<std::int64_t>(kept[t].size()));
+  }
+  for (std::vector<std::int64_t>& row : kept) {
+    row.resize(slots.width, -1);
+    for (const std::int64_t i : row) {
+      slots.from.push_back(i);
+      slots.indices.push_back(i < 0 ? -1 : indices[i]);
+    }
+  }
+  return slots;
+}
+
+/// One head of [tokens, heads, dim].
+Tensor head_of_rows(Tensor tensor, std::int64_t h) {
+  tensor.data =
+      static_cast<char*>(tensor.data) + h * tensor.stride[1] * element_bytes(tensor.dtype);
+  tensor.shape[1] = 1;
+  return tensor;
+}
+
+/// One head of [heads, rows, dim].
+Tensor head_of_matrices(Tensor tensor, std::int64_t h) {
+  tensor.data =
+      static_cast<char*>(tensor.data) + h * tensor.stride[0] * element_bytes(tensor.dtype);
+  tensor.shape[0] = 1;
+  return tensor;
+}
+
+void check_attention(const TrainingStep& step, const Rows& keys, std::vector<Report>& reports) {
+  OracleMemory memory;
+  const KeptSlots slots = keep(step.indices, keys, step.c.sink);
+  const Buffer& d_kv = memory.sum(DType::f32, OracleMemory::shape_of(step.d_kv));
+  SparseAttentionBackward args = step.attend_backward;
+  args.q = memory.on_host(step.q);
+  args.kv = memory.on_host(step.kv);
+  args.indices = memory.ints({step.c.tokens, slots.width}, slots.indices);
+  args.lengths = {};
+  args.sink = memory.on_host(step.sink);
+  args.out = memory.on_host(step.out);
+  args.lse = memory.on_host(step.lse);
+  args.d_out = memory.on_host(step.d_out);
+  args.d_q = memory.output(step.c.dtype, OracleMemory::shape_of(step.d_q)).tensor();
+  args.d_kv = d_kv.tensor();
+  Buffer absent;
+  Buffer& d_sink = step.c.sink ? memory.sum(DType::f32, {step.c.heads}) : absent;
+  args.d_sink = d_sink.tensor();
+  sparse_attention_backward(args, kOracle);
+  const harness::Limit limit = harness::gradient_limit(step.c.dtype);
+  reports.push_back(compare("d_kv", step.d_kv.download(keys), d_kv.download(keys), limit));
+  if (step.c.sink)
+    reports.push_back(compare("d_sink", step.d_sink.download(), d_sink.download(), limit));
+}
+
+void check_indexer(const TrainingStep& step, const Rows& keys, std::vector<Report>& reports) {
+  OracleMemory memory;
+  const KeptSlots slots = keep(step.selected, keys, false);
+  const std::vector<double> all_d_scores = step.d_scores.download();
+  std::vector<double> d_scores;
+  for (const std::int64_t i : slots.from) d_scores.push_back(i < 0 ? 0 : all_d_scores[i]);
+
+  const Buffer& d_k = memory.sum(DType::f32, OracleMemory::shape_of(step.d_index_k));
+  IndexTopkBackward args = step.select_backward;
+  args.q = memory.on_host(step.index_q);
+  args.k = memory.on_host(step.index_k);
+  args.weights = memory.on_host(step.weights);
+  args.begin = memory.on_host(step.begin);
+  args.end = memory.on_host(step.end);
+  args.indices = memory.ints({step.c.tokens, slots.width}, slots.indices);
+  args.lengths = {};
+  args.d_scores = memory.filled(DType::f32, {step.c.tokens, slots.width}, d_scores).tensor();
+  args.d_q = memory.output(step.c.dtype, OracleMemory::shape_of(step.d_index_q)).tensor();
+  args.d_weights = memory.output(DType::f32, OracleMemory::shape_of(step.d_weights)).tensor();
+  args.d_k = d_k.tensor();
+  index_topk_backward(args, kOracle);
+  reports.push_back(compare("d_index_k", step.d_index_k.download(keys), d_k.download(keys),
+                            harness::gradient_limit(step.c.dtype)));
+}
+
+void check_projection(const TrainingStep& step, std::int64_t head, std::vector<Report>& reports) {
+  OracleMemory memory;
+  const Buffer& d_w_v = memory.sum(DType::f32, {1, step.c.head_dim, step.c.v_dim});
+  value_projection_backward(
+      {.out = head_of_rows(memory.on_host(step.out), head),
+       .w_v = head_of_matrices(memory.on_host(step.w_v), head),
+       .d_out_v = head_of_rows(memory.on_host(step.d_out_v), head),
+       .d_out = memory.output(step.c.dtype, {step.c.tokens, 1, step.c.v_dim}).tensor(),
+       .d_w_v = d_w_v.tensor()},
+      kOracle);
+  reports.push_back(compare(fmt::format("d_w_v, head {}", head), step.d_w_v.download({head}),
+                            d_w_v.download(), harness::gradient_limit(step.c.dtype)));
+}
+
+}  // namespace
+
+std::vector<Report> check_sums(const TrainingStep& step, const Rows& keys, std::int64_t head) {
+  std::vector<Report> reports;
+  check_attention(step, keys, reports);
+  Rows index_keys;  // those of the keys that the indexer knows
+  for (const std::int64_t key : keys)
+    if (key >= step.c.key_offset()) index_keys.push_back(key - step.c.key_offset());
+  check_indexer(step, index_keys, reports);
+  if (step.c.head_dim > 0) check_projection(step, head, reports);
+  return reports;
+}
+
+}  // namespace winnow::tools

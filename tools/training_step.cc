@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+// The memory and the calls of one training step.
+#include "tools/training_step.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+namespace winnow::tools {
+namespace {
+
+using harness::Case;
+using harness::Values;
+
+/// Where documents end, as shares of the batch.
+constexpr std::array kDocumentEnds{0.64, 0.86, 0.97, 1.0};
+
+Values constant(double value) {
+  return [value](std::int64_t, std::span<double> elements) {
+    std::fill(elements.begin(), elements.end(), value);
+  };
+}
+
+double inverse_root(std::int64_t size) { return 1 / std::sqrt(static_cast<double>(size)); }
+
+/// Slots of one row's list for attention.
+std::int64_t slots(const Case& c, const QueryPlace& place) {
+  return std::min(place.index_keys, c.index_topk()) +
+         std::min<std::int64_t>(place.position + 1, c.window);
+}
+
+/// How many operations each kind of call does for one key (of a window, or in a slot).
+struct KeyFlops {
+  explicit KeyFlops(const Case& c)
+      : score(2.0 * c.index_heads * c.index_dim),
+        attend(2.0 * c.heads * (c.qk_dim + c.v_dim)),
+        attend_backward(2.0 * c.heads * (3 * c.qk_dim + 2 * c.v_dim)),
+        target(2.0 * c.heads * c.qk_dim),
+        score_backward(3 * score) {}
+
+  double score, attend, attend_backward, target, score_backward;
+};
+
+double projection_flops(const Case& c) { return 2.0 * c.heads * c.head_dim * c.v_dim; }
+
+}  // namespace
+
+Batch::Batch(const Case& c) : offsets{0} {
+  for (const double end : kDocumentEnds)
+    offsets.push_back(static_cast<std::int32_t>(std::lround(end * static_cast<double>(c.rows))));
+  for (std::int64_t t = 0; t < c.tokens; ++t) {
+    const auto row = static_cast<std::int32_t>((t + 1) * c.rows / c.tokens - 1);
+    if (c.tokens < c.rows) query_rows.push_back(row);
+    const auto next = std::upper_bound(offsets.begin(), offsets.end(), row);
+    const std::int64_t position = row - *(next - 1);
+    places.push_back({position, (position + 1) / c.ratio});
+  }
+}
+
+TrainingStep::TrainingStep(const Case& given, Device device, std::uint64_t seed)
+    : c(given),
+      batch(c),
+      buffers(c, {.device = device}, seed),
+      cu_seqlens(buffers.ints(batch.offsets)),
+      query_rows(batch.query_rows.empty() ? buffers.absent() : buffers.ints(batch.query_rows)),
+      begin(buffers.query_output(DType::i32, {})),
+      end(buffers.query_output(DType::i32, {})),
+      index_q(
+          buffers.query_input(c.dtype, {c.index_heads, c.index_dim}, buffers.normal("index q"))),
+      index_k(buffers.input(c.dtype, {c.index_keys(), c.index_dim}, buffers.normal("index k"))),
+      weights(buffers.query_input(
+          DType::f32, {c.index_heads},
+          buffers.normal("index weights", inverse_root(c.index_heads * c.index_dim)))),
+      selected(buffers.query_output(DType::i32, {c.index_topk()})),
+      selected_lengths(buffers.query_output(DType::i32, {})),
+      scores(buffers.query_output(DType::f32, {c.index_topk()})),
+      indices(c.window > 0 ? buffers.query_output(DType::i32, {c.topk}) : selected),
+      lengths(c.window > 0 ? buffers.query_output(DType::i32, {}) : selected_lengths),
+      q(buffers.query_input(c.dtype, {c.heads, c.qk_dim}, buffers.normal("q"))),
+      kv(buffers.input(c.dtype, {c.keys(), c.qk_dim}, buffers.normal("kv"))),
+      sink(buffers.sink(c)),
+      out(buffers.query_output(c.dtype, {c.heads, c.v_dim})),
+      lse(buffers.query_output(DType::f32, {c.heads})),
+      w_v(c.head_dim > 0 ? buffers.input(c.dtype, {c.heads, c.head_dim, c.v_dim},
+                                         buffers.normal("w_v", inverse_root(c.v_dim)))
+                         : buffers.absent()),
+      out_v(c.head_dim > 0 ? buffers.query_output(c.dtype, {c.heads, c.head_dim})
+                           : buffers.absent()),
+      d_out_v(c.head_dim > 0
+                  ? buffers.query_input(c.dtype, {c.heads, c.head_dim}, buffers.normal("d_out_v"))
+                  : buffers.absent()),
+      target(buffers.query_output(DType::f32, {c.index_topk()})),
+      loss(buffers.query_output(DType::f32, {})),
+      d_scores(buffers.query_output(DType::f32, {c.index_topk()})),
+      d_out(c.head_dim > 0
+                ? buffers.query_output(c.dtype, {c.heads, c.v_dim})
+                : buffers.query_input(c.dtype, {c.heads, c.v_dim}, buffers.normal("d_out"))),
+      d_q(buffers.query_output(c.dtype, {c.heads, c.qk_dim})),
+      d_kv(buffers.input(DType::f32, {c.keys(), c.qk_dim}, constant(0))),
+      d_sink(c.sink ? buffers.input(DType::f32, {c.heads}, constant(0)) : buffers.absent()),
+      d_w_v(c.head_dim > 0 ? buffers.input(DType::f32, {c.heads, c.head_dim, c.v_dim}, constant(0))
+                           : buffers.absent()),
+      d_index_q(buffers.query_output(c.dtype, {c.index_heads, c.index_dim})),
+      d_index_k(buffers.input(DType::f32, {c.index_keys(), c.index_dim}, constant(0))),
+      d_weights(buffers.query_output(DType::f32, {c.index_heads})),
+      windows{.cu_seqlens = cu_seqlens.tensor(),
+              .cu_seqlens_padded = {},
+              .query_rows = query_rows.tensor(),
+              .ratio = c.ratio,
+              .begin = begin.tensor(),
+              .end = end.tensor()},
+      select{.q = index_q.tensor(),
+             .k = index_k.tensor(),
+             .weights = weights.tensor(),
+             .k_scale = {},
+             .begin = begin.tensor(),
+             .end = end.tensor(),
+             .indices = selected.tensor(),
+             .lengths = selected_lengths.tensor(),
+             .scores = scores.tensor()},
+      lists{.cu_seqlens = cu_seqlens.tensor(),
+            .cu_seqlens_padded = {},
+            .query_rows = query_rows.tensor(),
+            .window = c.window,
+            .ratio = c.has_pools() ? c.ratio : 0,
+            .key_offset = c.key_offset(),
+            .pool_ids = selected.tensor(),
+            .indices = indices.tensor(),
+            .lengths = lengths.tensor()},
+      attend{.q = q.tensor(),
+             .kv = kv.tensor(),
+             .indices = indices.tensor(),
+             .lengths = lengths.tensor(),
+             .sink = sink.tensor(),
+             .out = out.tensor(),
+             .lse = lse.tensor(),
+             .max_logits = {},
+             .scale = c.scale},
+      project{.out = out.tensor(), .w_v = w_v.tensor(), .out_v = out_v.tensor()},
+      find_target{.q = q.tensor(),
+                  .kv = kv.tensor(),
+                  .indices = selected.tensor(),
+                  .lengths = selected_lengths.tensor(),
+                  .sink = sink.tensor(),
+                  .lse = lse.tensor(),
+                  .target = target.tensor(),
+                  .scale = c.attention_scale(),
+                  .key_offset = c.key_offset()},
+      find_loss{.indices = selected.tensor(),
+                .lengths = selected_lengths.tensor(),
+                .scores = scores.tensor(),
+                .target = target.tensor(),
+                .loss = loss.tensor(),
+                .d_scores = d_scores.tensor()},
+      project_backward{.out = out.tensor(),
+                       .w_v = w_v.tensor(),
+                       .d_out_v = d_out_v.tensor(),
+                       .d_out = d_out.tensor(),
+                       .d_w_v = d_w_v.tensor()},
+      attend_backward{.q = q.tensor(),
+                      .kv = kv.tensor(),
+                      .indices = indices.tensor(),
+                      .lengths = lengths.tensor(),
+                      .sink = sink.tensor(),
+                      .out = out.tensor(),
+                      .lse = lse.tensor(),
+                      .d_out = d_out.tensor(),
+                      .d_lse = {},
+                      .d_q = d_q.tensor(),
+                      .d_kv = d_kv.tensor(),
+                      .d_sink = d_sink.tensor(),
+                      .scale = c.scale},
+      select_backward{.q = index_q.tensor(),
+                      .k = index_k.tensor(),
+                      .weights = weights.tensor(),
+                      .begin = begin.tensor(),
+                      .end = end.tensor(),
+                      .indices = selected.tensor(),
+                      .lengths = selected_lengths.tensor(),
+                      .d_scores = d_scores.tensor(),
+                      .d_q = d_index_q.tensor(),
+                      .d_weights = d_weights.tensor(),
+                      .d_k = d_index_k.tensor()} {}
+
+void TrainingStep::clear_sums() {
+  for (harness::Buffer* sum : {&d_kv, &d_sink, &d_w_v, &d_index_k})
+    if (sum->tensor()) sum->fill(constant(0));
+}
+
+std::vector<Call> TrainingStep::calls() const {
+  double seen = 0;      // keys of all windows
+  double chosen = 0;    // of them selected
+  double attended = 0;  // slots of attention
+  for (const QueryPlace& place : batch.places) {
+    seen += static_cast<double>(place.index_keys);
+    chosen += static_cast<double>(std::min(place.index_keys, c.index_topk()));
+    attended += static_cast<double>(slots(c, place));
+  }
+  const KeyFlops each(c);
+  const double projected = projection_flops(c) * static_cast<double>(c.tokens);
+
+  std::vector<Call> calls{call("key_windows", windows),
+                          call("index_topk_forward", select, each.score * seen)};
+  if (c.window > 0) calls.push_back(call("window_indices", lists));
+  calls.push_back(call("sparse_attention_forward", attend, each.attend * attended));
+  if (c.head_dim > 0) calls.push_back(call("value_projection_forward", project, projected));
+  calls.push_back(call("index_target", find_target, each.target * chosen));
+  calls.push_back(call("index_loss", find_loss));
+  if (c.head_dim > 0)
+    calls.push_back(call("value_projection_backward", project_backward, 2 * projected));
+  calls.push_back(
+      call("sparse_attention_backward", attend_backward, each.attend_backward * attended));
+  calls.push_back(call("index_topk_backward", select_backward, each.score_backward * chosen));
+  return calls;
+}
+
+double flops_per_row(const Case& c) {
+  const KeyFlops each(c);
+  return each.score * static_cast<double>(c.index_keys()) +
+         (each.attend + each.attend_backward) * static_cast<double>(c.topk) +
+         (each.target + each.score_backward) * static_cast<double>(c.index_topk()) +
+         3 * projection_flops(c);
+}
+
+}  // namespace winnow::tools
