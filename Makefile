@@ -29,7 +29,7 @@ ifeq ($(wildcard src/cuda/*.cu),)
 else ifeq ($(nvcc),)
 	@echo "note: no nvcc here, the CUDA kernels are not compiled"
 else
-	CUDACXX=$(nvcc) $(call build,cuda)
+	CUDACXX=$(nvcc) $(call build,cuda) --target winnow_cuda winnow_hopper
 endif
 	$(venv)/python scripts/test.py dev release
 

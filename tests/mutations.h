@@ -140,7 +140,8 @@ class Mutator {
     Ints words = argument.memory.download_ints();
     // The second half of the memory is spare.
     std::int32_t& entry = words[below(static_cast<std::int64_t>(words.size()) / 2)];
-    entry = one_of({-1, -2, kMinInt32, kMaxInt32, 0, 1, entry - 1, entry + 1, 100});
+    entry = one_of({-1, -2, kMinInt32, kMaxInt32, 0, 1, 100, std::max(entry, -9) - 1,
+                    std::min(entry, 99) + 1});
     argument.memory.upload(words);
     return {fmt::format("{} holds {}", argument.name, entry), words_for(argument.name)};
   }

@@ -47,7 +47,7 @@ struct Task {
 /// A model's own size takes a CPU minutes for each op: unless someone asks for the case by name,
 /// it gets fewer queries, with all keys. (On the reference the harness runs sampled rows alone.)
 harness::Case trimmed(harness::Case c, Backend backend) {
-  constexpr std::int64_t kQueries = 512;
+  constexpr std::int64_t kQueries = 256;
   if (c.full && backend == Backend::cpu) c.tokens = std::min(c.tokens, kQueries);
   return c;
 }

@@ -14,7 +14,7 @@ struct MatrixProduct {
   std::string what;  // "sgemm 3072^3 of OpenBLAS on 2 threads"
 };
 
-/// Measures it. Empty where the device has none: cuBLAS is opened at run time.
+/// Measures it. Empty where there is none: OpenBLAS and cuBLAS are opened at run time.
 std::optional<MatrixProduct> matrix_product(Device device, int threads);
 
 }  // namespace winnow::tools
