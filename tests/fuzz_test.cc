@@ -83,9 +83,14 @@ TEST(Fuzz, EveryCallIsComputedRightOrRefusedByName) {
         if (!spoilt.call.arguments[i].is_output) {
           EXPECT_EQ(after[i], before[i]) << spoilt.call.arguments[i].name << " was written to";
         }
-      // The same call again, on memory of its own.
+      // The same call again, on memory of its own. Contents of index tensors are looked at on the
+      // host only.
       const Spoilt twin = spoilt_call(seed, Backend::reference, {}, host_workspace);
-      twin.call.run(on(Backend::reference));
+      const std::string on_host = refusal_of([&] { twin.call.run(on(Backend::reference)); });
+      if (!on_host.empty()) {
+        EXPECT_NE(device.kind, DeviceKind::cpu) << on_host;
+        continue;
+      }
       expect_equal_outputs(spoilt.call, twin.call, spoilt.execution.backend == Backend::reference);
     }
     EXPECT_TRUE(workspace.canaries_intact());
