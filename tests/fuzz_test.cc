@@ -288,9 +288,9 @@ TEST(Refusals, OfContents) {
 
 TEST(Refusals, OfLists) {
   const Buffer cu_seqlens = ints({}, {2}, {0, 8});
-  const Buffer pool_ids = ints({}, {3, 2}, Ints(6, 0));
-  const Buffer indices({}, DType::i32, {3, 5});
-  const Buffer lengths({}, DType::i32, {3});
+  const Buffer pool_ids = ints({}, {8, 2}, Ints(16, 0));
+  const Buffer indices({}, DType::i32, {8, 5});
+  const Buffer lengths({}, DType::i32, {8});
   WindowIndices args{.cu_seqlens = cu_seqlens.tensor(),
                      .cu_seqlens_padded = {},
                      .query_rows = {},
@@ -303,11 +303,13 @@ TEST(Refusals, OfLists) {
   const auto refused = [&](const std::string& expected) {
     expect_refused([&] { window_indices(args); }, "window_indices: " + expected);
   };
-  refused("indices i32[3, 5]: topk must be at least 6, the longest list");
+  refused("indices i32[8, 5]: topk must be at least 6, the longest list");
   args.pool_ids = pool_ids.tensor();
-  refused("indices i32[3, 5]: topk must be at least 6");
+  refused("indices i32[8, 5]: topk must be at least 6");
   args.ratio = 0;
-  refused("pool_ids i32[3, 2]: must be absent where ratio is 0");
+  refused("pool_ids i32[8, 2]: must be absent where ratio is 0");
+  args.ratio = 1;
+  refused("ratio 1: must be 0 or at least 2");
   args.ratio = 4;
   args.window = 3;
   args.key_offset = 7;
@@ -316,7 +318,7 @@ TEST(Refusals, OfLists) {
   refused("key_offset 2147483647: must be at most 2147483645");
   expect_refused([] { quantize_fp8({}); }, "quantize_fp8: x absent: must be given");
   expect_refused([&] { quantize_fp8({.x = lengths.tensor(), .values = {}, .scale = {}}); },
-                 "quantize_fp8: x i32[3]: must have 2 or 3 dimensions");
+                 "quantize_fp8: x i32[8]: must have 2 or 3 dimensions");
 }
 
 TEST(Refusals, OfExecution) {

@@ -89,7 +89,7 @@ inline Call window_indices_call(CallMaker& m) {
   const std::int32_t rows = documents(m, args);
   const std::int64_t tokens = query_rows(m, args.query_rows, rows);
   args.window = static_cast<std::int32_t>(m.between(0, 4));
-  args.ratio = static_cast<std::int32_t>(m.between(0, 3));
+  args.ratio = m.perhaps() ? 0 : static_cast<std::int32_t>(m.between(2, 4));
   args.key_offset = rows + static_cast<std::int32_t>(m.between(0, 2));
   m.number("window", args.window, kIntChoices);
   m.number("ratio", args.ratio, kIntChoices);

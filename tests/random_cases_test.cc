@@ -12,7 +12,11 @@
 namespace winnow::tests {
 namespace {
 
+#ifdef __SANITIZE_ADDRESS__
+constexpr std::uint64_t kCases = 60;
+#else
 constexpr std::uint64_t kCases = 400;
+#endif
 
 /// A small case with every choice drawn. Gradients are judged by their norm, and that of a few
 /// numbers may all but vanish beside what it is the difference of: so there are some rows, keys and

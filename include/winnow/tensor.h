@@ -61,7 +61,9 @@ Tensor from_dlpack(const DLTensor& source) {
   for (std::int32_t i = source.ndim - 1; i >= 0; --i) {
     view.shape[i] = source.shape[i];
     view.stride[i] = source.strides != nullptr ? source.strides[i] : contiguous;
-    contiguous *= source.shape[i];
+    // Wraps where it overflows: such a shape is refused when an op checks it.
+    contiguous = static_cast<std::int64_t>(static_cast<std::uint64_t>(contiguous) *
+                                           static_cast<std::uint64_t>(source.shape[i]));
   }
   return view;
 }

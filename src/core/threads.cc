@@ -66,7 +66,9 @@ void parallel_for(const Execution& execution, std::int64_t count, std::size_t sc
     for (std::int64_t i = next++; i < count; i = next++) task(i, Scratch(begin, scratch_bytes));
   };
   if (lanes == 1) return run_lane(0);
-  oneapi::tbb::task_arena arena(static_cast<int>(lanes));
+  // oneTBB prints a warning where an arena asks for more threads than the machine has.
+  const int workers = std::min(static_cast<int>(lanes), oneapi::tbb::info::default_concurrency());
+  oneapi::tbb::task_arena arena(workers);
   arena.execute([&] {
     oneapi::tbb::parallel_for(std::size_t{0}, lanes, run_lane, oneapi::tbb::simple_partitioner());
   });
