@@ -321,6 +321,15 @@ TEST(Refusals, OfLists) {
                  "quantize_fp8: x i32[8]: must have 2 or 3 dimensions");
 }
 
+TEST(Refusals, OfF64OutsideTheReference) {
+  const AttentionForwardWork work(filled(Attention{.dtype = DType::f64}, 1), {});
+  const std::string text =
+      refusal_of([&] { sparse_attention_forward(work.args, on(Backend::cpu)); });
+  coverage.record(text);
+  EXPECT_EQ(text,
+            "sparse_attention_forward: the cpu backend does not take f64: it computes in fp32");
+}
+
 TEST(Refusals, OfExecution) {
   const auto nothing = [](Forward&) {};
   expect_forward_refused(nothing, "backend 17: must be automatic, reference, cpu or cuda",
