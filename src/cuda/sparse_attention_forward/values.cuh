@@ -78,7 +78,7 @@ __device__ void compute_values(const Params<T>& params, SharedStorage& shared) {
       }
       wgmma_commit();
       wgmma_wait<0>();  // meanwhile the matrix units have the scores of the next block, too
-      __syncwarp();  // all lanes have read what the stage's next user overwrites
+      __syncwarp();     // all lanes have read what the stage's next user overwrites
       if (is_first_lane) shared.free[turn.stage].arrive();
       gatherer.template gather<kTiles>(shared, Turn{turn.stage, turn.round + 1});
     }
