@@ -21,6 +21,12 @@ class Slots {
   std::int64_t count(std::int64_t t) const {
     return lengths_ ? std::min<std::int64_t>(lengths_(t), topk_) : topk_;
   }
+  bool has_key(std::int64_t t) const {
+    for (std::int64_t j = 0; j < count(t); ++j) {
+      if (key(t, j) != kNoKey) return true;
+    }
+    return false;
+  }
   std::int64_t key(std::int64_t t, std::int64_t j) const {
     if (j >= count(t)) return kNoKey;
     const std::int64_t index = indices_(t, j);

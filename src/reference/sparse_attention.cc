@@ -140,6 +140,7 @@ void compute_d_kv(const SparseAttentionBackward& args, const Execution& executio
 
 void compute_d_sink(const SparseAttentionBackward& args, const Execution& execution) {
   const Sizes n = sizes(args);
+  const Slots slots(args.indices, args.lengths, n.keys);
   parallel_for(execution, n.heads, 2 * Scratch::bytes<double>(n.v_dim),
                [&](std::int64_t h, Scratch scratch) {
                  const std::span<double> out = scratch.take<double>(n.v_dim);
@@ -148,7 +149,7 @@ void compute_d_sink(const SparseAttentionBackward& args, const Execution& execut
                  double d_sink = 0;
                  for (std::int64_t t = 0; t < n.tokens; ++t) {
                    const double lse = read(args.lse, {t, h});
-                   if (lse == kMinusInfinity || std::isinf(sink))
+                   if (!slots.has_key(t) || std::isinf(sink))
                      continue;  // no keys; no sink; out is 0
                    read_row(args.out, {t, h}, out);
                    read_row(args.d_out, {t, h}, d_out);
