@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "core/refusals.h"
+#include "core/threads.h"
 #include "cpu/simd.h"
 #include "winnow/execution.h"
 #include "winnow/sparse_attention.h"
@@ -32,7 +33,9 @@ struct HeadRange {
 /// Empty if `least` bytes are within the workspace limit.
 inline std::string why_not_limit(std::size_t least, const Execution& execution) {
   if (least <= execution.workspace_limit) return {};
-  return fmt::format(refusal::over_limit, least, execution.workspace_limit);
+  // The table keeps kAlignment bytes of the limit back for the caller's alignment.
+  return fmt::format(refusal::over_limit, least + Scratch::kAlignment,
+                     execution.workspace_limit + Scratch::kAlignment);
 }
 
 /// Heads in groups of nearly equal size, each a multiple of a vector but for the last. The grouping

@@ -18,7 +18,9 @@ namespace winnow::cpu {
 /// Empty if `least` bytes are within the limit.
 inline std::string over_limit(std::size_t least, const Execution& execution) {
   if (least <= execution.workspace_limit) return {};
-  return fmt::format(refusal::over_limit, least, execution.workspace_limit);
+  // The table keeps kAlignment bytes of the limit back for the caller's alignment.
+  return fmt::format(refusal::over_limit, least + Scratch::kAlignment,
+                     execution.workspace_limit + Scratch::kAlignment);
 }
 
 /// Rows of a task: at most `most`, and so many that all lanes, each with fixed_bytes and row_bytes
