@@ -9,7 +9,7 @@ build = cmake --preset $(1) && cmake --build --preset $(1)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja already uses all cores
-.PHONY: help run bench test gpu-test gpu-bundle lint format tidy clean
+.PHONY: help run bench test gpu-test gpu-bundle wheel lint format tidy clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -18,18 +18,19 @@ run: build/.packages ## build the tool and show what it does
 	$(call build,release) --target winnow_tool
 	build/release/winnow run
 
-bench: build/.packages ## build the tool and time the operators
+bench: build/.packages .venv/.installed ## build the tool, time the operators, write bench.json
 	$(call build,release) --target winnow_tool
-	build/release/winnow bench
+	build/release/winnow bench --scaling --json bench.json
+	PYTHONPATH=python $(venv)/python -m winnow bench overhead
 
 test: build/.packages .venv/.installed ## build with and without sanitizers, run all tests
-	$(call build,dev)
+	$(call build,dev) --target winnow_tests
 	$(call build,release)
 ifeq ($(wildcard src/cuda/*.cu),)
 else ifeq ($(nvcc),)
 	@echo "note: no nvcc here, the CUDA kernels are not compiled"
 else
-	CUDACXX=$(nvcc) $(call build,cuda) --target winnow_cuda winnow_hopper
+	CUDACXX=$(nvcc) $(call build,cuda-check) --target winnow_cuda winnow_hopper
 endif
 	$(venv)/python scripts/test.py dev release
 
@@ -40,6 +41,11 @@ gpu-test: build/.packages .venv/.installed ## build with CUDA, run all tests on 
 gpu-bundle: build/.packages ## build with CUDA, pack build/gpu for a machine with a GPU and a driver
 	CUDACXX=$(nvcc) $(call build,cuda)
 	scripts/gpu_bundle.sh build/cuda build/gpu
+
+wheel: build/.packages .venv/.installed ## build dist/winnow-*.whl with all the libraries it needs
+	rm -rf build/wheels
+	$(venv)/pip wheel --no-deps --wheel-dir build/wheels .
+	PATH=$(CURDIR)/$(venv):$$PATH auditwheel repair --wheel-dir dist build/wheels/*.whl
 
 lint: .venv/.installed ## check format, style and layers
 	@$(venv)/clang-format --dry-run -Werror $(cpp_files)

@@ -108,8 +108,9 @@ class Mutator {
                     Device{static_cast<DeviceKind>(2), 0}, Device{static_cast<DeviceKind>(-5), 0}});
         mutation.what += fmt::format("device {}:{}", static_cast<std::int32_t>(tensor.device.kind),
                                      tensor.device.index);
-        if (tensor.device != argument.memory.tensor().device)
-          tensor.data = reinterpret_cast<void*>(std::uintptr_t{0x1000});  // nobody may touch it
+        tensor.data = tensor.device == argument.memory.tensor().device
+                          ? argument.memory.tensor().data
+                          : reinterpret_cast<void*>(std::uintptr_t{0x1000});  // nobody may touch it
         break;
       case 5:
         tensor.data = nullptr;

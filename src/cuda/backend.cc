@@ -22,10 +22,22 @@ constexpr std::array kKernels = {
 };
 
 template <>
+constexpr std::array kKernels<IndexTopkForward> = {
+    Op<IndexTopkForward>{cuda::why_not_fast, cuda::workspace_bytes_fast, cuda::run_fast},
+    Op<IndexTopkForward>{cuda::why_not_general, cuda::workspace_bytes_general, cuda::run_general},
+};
+
+template <>
 constexpr std::array kKernels<SparseAttentionForward> = {
     Op<SparseAttentionForward>{cuda::why_not_fast, cuda::workspace_bytes, cuda::run_fast},
+    Op<SparseAttentionForward>{cuda::why_not_few_heads, cuda::workspace_bytes, cuda::run_few_heads},
     Op<SparseAttentionForward>{cuda::why_not_general, cuda::workspace_bytes, cuda::run_general},
     Op<SparseAttentionForward>{cuda::why_not_f32, cuda::workspace_bytes, cuda::run_f32},
+};
+
+template <>
+constexpr std::array kKernels<SparseAttentionBackward> = {
+    Op<SparseAttentionBackward>{cuda::why_not_fast, cuda::workspace_bytes_fast, cuda::run_fast},
 };
 
 /// All tensors of a call are on one device: that of any which is always there.
@@ -119,11 +131,11 @@ const BackendTable cuda_backend = {
     .reaches = DeviceKind::cuda,
     .why_not = why_not_here,
     .describe = describe_devices,
-    .ops = {op<KeyWindows>(), op<WindowIndices>(), Op<IndexTopkForward>{}, Op<IndexTopkBackward>{},
-            op<SparseAttentionForward>(), Op<SparseAttentionBackward>{},
-            op<ValueProjectionForward>(), op<ValueProjectionBackward>(), Op<IndexTarget>{},
-            Op<IndexLoss>{}, Op<DenseIndexLossForward>{}, Op<DenseIndexLossBackward>{},
-            Op<QuantizeFp8>{}}};
+    .ops = {op<KeyWindows>(), op<WindowIndices>(), op<IndexTopkForward>(), op<IndexTopkBackward>(),
+            op<SparseAttentionForward>(), op<SparseAttentionBackward>(),
+            op<ValueProjectionForward>(), op<ValueProjectionBackward>(), op<IndexTarget>(),
+            op<IndexLoss>(), op<DenseIndexLossForward>(), op<DenseIndexLossBackward>(),
+            op<QuantizeFp8>()}};
 
 }  // namespace
 

@@ -22,6 +22,12 @@ struct Barrier {
   __device__ void arrive() {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&state)) : "memory");
   }
+  /// Arrives, and holds the phase until the copy engine has brought that many bytes.
+  __device__ void arrive_and_expect(int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state)),
+                 "r"(bytes)
+                 : "memory");
+  }
   /// Arrives by itself once all copies that this thread has started have landed.
   __device__ void arrive_after_copies() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&state))
@@ -52,6 +58,12 @@ __device__ inline void fence_barrier_init() {
 template <int kName, int kThreads>
 __device__ inline void sync_warps() {
   asm volatile("bar.sync %0, %1;" ::"n"(kName), "n"(kThreads) : "memory");
+}
+
+/// Counts for sync_warps without waiting.
+template <int kName, int kThreads>
+__device__ inline void arrive_warps() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kName), "n"(kThreads) : "memory");
 }
 
 }  // namespace winnow::hopper

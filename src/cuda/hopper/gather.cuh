@@ -13,4 +13,7 @@ __device__ inline void copy_16_bytes(std::uint32_t shared_address, const void* s
                : "memory");
 }
 
+/// Until all copies that this thread has started have landed.
+__device__ inline void wait_for_own_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 }  // namespace winnow::hopper

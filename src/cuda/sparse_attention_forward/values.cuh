@@ -62,7 +62,8 @@ __device__ void compute_values(const Params<T>& params, SharedStorage& shared) {
 #pragma unroll
         for (int i = 0; i < 128; ++i) out[i] *= i % 4 < 2 ? low : high;
       }
-      is_last = shared.info[turn.stage].is_last;
+      // One lane reads what the next user of the stage writes once that lane has freed it.
+      is_last = __shfl_sync(0xffffffffu, is_first_lane && shared.info[turn.stage].is_last, 0);
       finish[0] = shared.finish[turn.stage][row];
       finish[1] = shared.finish[turn.stage][row + 8];
 
@@ -78,7 +79,6 @@ __device__ void compute_values(const Params<T>& params, SharedStorage& shared) {
       }
       wgmma_commit();
       wgmma_wait<0>();  // meanwhile the matrix units have the scores of the next block, too
-      __syncwarp();     // all lanes have read what the stage's next user overwrites
       if (is_first_lane) shared.free[turn.stage].arrive();
       gatherer.template gather<kTiles>(shared, Turn{turn.stage, turn.round + 1});
     }

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// How index_topk cuts its work. Scores of `rows_per_group` neighbouring rows are made together, for
+// all keys that any of them sees, in tiles of 128 keys. Groups stand one behind another in a buffer
+// of bounded size; what does not fit comes in the next chunk. All of it is found on the device,
+// from the windows.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+namespace winnow::cuda::index_topk {
+
+inline constexpr int kTileKeys = 128;
+
+struct Plan {
+  std::int64_t* first_tile;   // [groups + 1]: tiles of the groups before
+  std::int32_t* first_key;    // [groups]: a multiple of 4
+  std::int32_t* first_group;  // [chunks + 1]
+  std::uint32_t* images;      // scores of one chunk, as `image_of` gives them
+  const std::int32_t* begin;  // [tokens]
+  const std::int32_t* end;    // [tokens]
+  std::int64_t tokens;
+  std::int64_t groups;
+  std::int64_t chunk_tiles;  // a group belongs to chunk first_tile / chunk_tiles
+  int chunks;
+  int keys;
+  int rows_per_group;
+
+  /// Where the group's scores begin in the buffer: rows_per_group rows of row_width each.
+  __device__ std::uint32_t* images_of_group(std::int64_t group, int chunk) const {
+    return images + (first_tile[group] - chunk * chunk_tiles) * kTileKeys * rows_per_group;
+  }
+  __device__ std::int64_t row_width(std::int64_t group) const {
+    return (first_tile[group + 1] - first_tile[group]) * kTileKeys;
+  }
+  __device__ int window_begin(std::int64_t t) const { return begin[t] < 0 ? 0 : begin[t]; }
+  __device__ int window_end(std::int64_t t) const { return end[t] > keys ? keys : end[t]; }
+};
+
+// Scores are kept as unsigned integers in the order of selection: larger first, +0 and -0 equal.
+// What is never selected, NaN and -inf, is 0.
+inline constexpr std::uint32_t kLeastImage = 0x0080'0000u;  // of the lowest finite number
+
+__device__ inline std::uint32_t image_of(float score) {
+  const auto bits = __float_as_uint(score + 0.0f);
+  const std::uint32_t image = bits & 0x8000'0000u ? ~bits : bits | 0x8000'0000u;
+  return image >= kLeastImage && image <= 0xff80'0000u ? image : 0;
+}
+__device__ inline float score_of(std::uint32_t image) {
+  return __uint_as_float(image & 0x8000'0000u ? image & 0x7fff'ffffu : ~image);
+}
+
+/// max(x, 0) that keeps NaN.
+__device__ inline float positive_part(float x) {
+  float y;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// The tiles of a chunk that one of `blocks` thread blocks computes: a contiguous and equal part,
+/// group by group.
+class Share {
+ public:
+  /// `lane` of a full warp; all lanes get the same.
+  __device__ Share(const Plan& plan, int chunk, int block, int blocks, int lane) : plan_(plan) {
+    const std::int64_t first_group = plan.first_group[chunk];
+    const std::int64_t behind_group = plan.first_group[chunk + 1];
+    const std::int64_t first = plan.first_tile[first_group];
+    const std::int64_t count = plan.first_tile[behind_group] - first;
+    tile_ = first + count * block / blocks;
+    behind_ = first + count * (block + 1) / blocks;
+    if (empty()) return;
+    // The last group that begins at or before the tile. A group without tiles begins where the
+    // next one does, so that the last has some.
+    std::int64_t low = first_group;
+    std::int64_t high = behind_group;
+    while (high - low > 1) {
+      const std::int64_t step = (high - low + 31) / 32;
+      const std::int64_t probe = low + lane * step;
+      const bool at_or_before = probe < high && plan.first_tile[probe] <= tile_;
+      const int last = 31 - __clz(__ballot_sync(0xffffffffu, at_or_before));
+      low += last * step;
+      high = low + step < high ? low + step : high;
+    }
+    group_ = low;
+  }
+
+  __device__ bool empty() const { return tile_ >= behind_; }
+  __device__ std::int64_t group() const { return group_; }
+  /// The first of this share's tiles of the group, counted in the group, and the one behind them.
+  __device__ int first_of_group() const {
+    return static_cast<int>(tile_ - plan_.first_tile[group_]);
+  }
+  __device__ int behind_of_group() const {
+    return static_cast<int>(end_of_group() - plan_.first_tile[group_]);
+  }
+  __device__ void next_group() {
+    tile_ = end_of_group();
+    if (empty()) return;
+    do {
+      ++group_;
+    } while (plan_.first_tile[group_ + 1] <= tile_);
+  }
+
+ private:
+  __device__ std::int64_t end_of_group() const {
+    const std::int64_t end = plan_.first_tile[group_ + 1];
+    return end < behind_ ? end : behind_;
+  }
+
+  const Plan& plan_;
+  std::int64_t tile_;
+  std::int64_t behind_;
+  std::int64_t group_ = 0;
+};
+
+}  // namespace winnow::cuda::index_topk

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+// index_topk, forward: a plan, then chunk by chunk the scores of some rows and the selection from
+// them.
+//
+// The scores of a chunk are the only large buffer; the workspace limit bounds it. How many rows fit
+// is known on the device alone, since it depends on the windows: so there are as many chunks as the
+// longest windows would need, and those that are not needed end at once.
+#include <algorithm>
+
+#include <cub/block/block_scan.cuh>
+
+#include "core/refusals.h"
+#include "cuda/index_topk/kernels.h"
+#include "cuda/ops.h"
+
+namespace winnow::cuda {
+namespace {
+
+using namespace index_topk;
+
+constexpr int kPlanThreads = 1024;
+
+/// Sizes of the plan's arrays; they follow from the shapes.
+struct Sizes {
+  std::int64_t groups;
+  std::int64_t group_tiles;  // the most that a group has
+  std::int64_t tile_bytes;
+  std::int64_t chunk_tiles;
+  std::int64_t chunks;
+  std::int64_t scratch;
+
+  std::size_t image_bytes() const {
+    return static_cast<std::size_t>((chunk_tiles + group_tiles) * tile_bytes);
+  }
+  std::size_t workspace_bytes() const {
+    return Workspace::bytes({(groups + 1) * sizeof(std::int64_t), groups * sizeof(std::int32_t),
+                             (chunks + 1) * sizeof(std::int32_t), scratch * sizeof(float),
+                             image_bytes()});
+  }
+};
+
+Sizes sizes_of(const IndexTopkForward& args, int rows_per_group, const Execution& execution) {
+  Sizes sizes{};
+  sizes.groups = (args.q.shape[0] + rows_per_group - 1) / rows_per_group;
+  sizes.group_tiles = (args.k.shape[0] + kTileKeys - 1) / kTileKeys;
+  sizes.tile_bytes = std::int64_t{rows_per_group} * kTileKeys * 4;
+  sizes.scratch = select_scratch(args);
+  const std::int64_t all_tiles = std::max<std::int64_t>(sizes.groups * sizes.group_tiles, 1);
+  sizes.chunk_tiles = all_tiles;
+  sizes.chunks = 1;
+  // More than once, since the array of chunks grows with their number.
+  while (sizes.workspace_bytes() > execution.workspace_limit && sizes.chunk_tiles > 1) {
+    const std::size_t over = sizes.workspace_bytes() - execution.workspace_limit;
+    const auto over_tiles =
+        static_cast<std::int64_t>((over + sizes.tile_bytes - 1) / sizes.tile_bytes);
+    sizes.chunk_tiles = std::max<std::int64_t>(sizes.chunk_tiles - over_tiles, 1);
+    sizes.chunks = (all_tiles + sizes.chunk_tiles - 1) / sizes.chunk_tiles;
+  }
+  return sizes;
+}
+
+/// One block: groups, what they take, and which chunk they belong to.
+__global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan) {
+  using Scan = cub::BlockScan<std::int64_t, kPlanThreads>;
+  __shared__ typename Scan::TempStorage scan;
+  std::int64_t before = 0;
+  for (std::int64_t base = 0; base < plan.groups; base += kPlanThreads) {
+    const std::int64_t group = base + threadIdx.x;
+    int low = plan.keys;
+    int high = 0;
+    if (group < plan.groups) {
+      for (int r = 0; r < plan.rows_per_group; ++r) {
+        const std::int64_t t = group * plan.rows_per_group + r;
+        if (t >= plan.tokens) break;
+        const int begin = plan.window_begin(t);
+        const int end = plan.window_end(t);
+        if (begin >= end) continue;
+        low = min(low, begin);
+        high = max(high, end);
+      }
+    }
+    const int first = low < high ? low / 4 * 4 : 0;
+    std::int64_t tiles = low < high ? (std::int64_t{high} - first + kTileKeys - 1) / kTileKeys : 0;
+    std::int64_t start;
+    std::int64_t all;
+    Scan(scan).ExclusiveSum(tiles, start, all);
+    if (group < plan.groups) {
+      plan.first_tile[group] = before + start;
+      plan.first_key[group] = first;
+    }
+    before += all;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) plan.first_tile[plan.groups] = before;
+  __syncthreads();
+  // The first group that begins in a chunk or behind it.
+  for (int chunk = threadIdx.x; chunk <= plan.chunks; chunk += kPlanThreads) {
+    std::int64_t low = 0;
+    std::int64_t high = plan.groups;
+    if (chunk == plan.chunks) low = high;
+    while (low < high && chunk > 0) {
+      const std::int64_t middle = low + (high - low) / 2;
+      if (plan.first_tile[middle] < chunk * plan.chunk_tiles) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    plan.first_group[chunk] = static_cast<std::int32_t>(low);
+  }
+}
+
+using MakeScores = void (*)(const IndexTopkForward&, const Plan&, int, const Execution&);
+
+void select_all(const IndexTopkForward& args, int rows_per_group, MakeScores make_scores,
+                const Execution& execution) {
+  const Sizes sizes = sizes_of(args, rows_per_group, execution);
+  const DeviceGuard guard(args.q.device);
+  Workspace workspace(execution, sizes.workspace_bytes());
+  const Plan plan{
+      .first_tile = workspace.take<std::int64_t>(sizes.groups + 1),
+      .first_key = workspace.take<std::int32_t>(sizes.groups),
+      .first_group = workspace.take<std::int32_t>(sizes.chunks + 1),
+      .images = workspace.take<std::uint32_t>(static_cast<std::int64_t>(sizes.image_bytes() / 4)),
+      .begin = data_of<const std::int32_t>(args.begin),
+      .end = data_of<const std::int32_t>(args.end),
+      .tokens = args.q.shape[0],
+      .groups = sizes.groups,
+      .chunk_tiles = sizes.chunk_tiles,
+      .chunks = static_cast<int>(sizes.chunks),
+      .keys = static_cast<int>(args.k.shape[0]),
+      .rows_per_group = rows_per_group,
+  };
+  float* const scratch = workspace.take<float>(sizes.scratch);
+  launch(index_topk_plan_kernel, {.blocks = 1, .threads = kPlanThreads, .stream = execution.stream},
+         plan);
+  for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+    make_scores(args, plan, chunk, execution);
+    select(args, plan, chunk, scratch, execution);
+  }
+}
+
+std::string why_not_sizes(const IndexTopkForward& args, int rows_per_group,
+                          const Execution& execution) {
+  if (args.replay) return {};
+  const Sizes sizes = sizes_of(args, rows_per_group, execution);
+  constexpr std::int64_t kMostGroups = std::int64_t{1} << 31;
+  if (sizes.groups >= kMostGroups) return "takes fewer rows";
+  return over_limit(sizes.workspace_bytes(), execution);
+}
+
+std::size_t workspace_bytes_for(const IndexTopkForward& args, int rows_per_group,
+                                const Execution& execution) {
+  if (args.replay || args.q.shape[0] == 0) return 0;
+  return sizes_of(args, rows_per_group, execution).workspace_bytes();
+}
+
+}  // namespace
+
+std::string why_not_fast(const IndexTopkForward& args, const Execution& execution) {
+  if (args.replay) return "does not replay";
+  std::string reason = why_not_hopper(args);
+  return reason.empty() ? why_not_sizes(args, rows_per_group_hopper(args), execution) : reason;
+}
+std::size_t workspace_bytes_fast(const IndexTopkForward& args, const Execution& execution) {
+  return workspace_bytes_for(args, rows_per_group_hopper(args), execution);
+}
+void run_fast(const IndexTopkForward& args, const Execution& execution) {
+  if (args.q.shape[0] == 0) return;
+  select_all(args, rows_per_group_hopper(args), scores_hopper, execution);
+}
+
+std::string why_not_general(const IndexTopkForward& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  return why_not_sizes(args, kRowsPerGroupGeneral, execution);
+}
+std::size_t workspace_bytes_general(const IndexTopkForward& args, const Execution& execution) {
+  return workspace_bytes_for(args, kRowsPerGroupGeneral, execution);
+}
+void run_general(const IndexTopkForward& args, const Execution& execution) {
+  if (args.q.shape[0] == 0) return;
+  if (args.replay) {
+    const DeviceGuard guard(args.q.device);
+    replay(args, execution);
+  } else {
+    select_all(args, kRowsPerGroupGeneral, scores_general, execution);
+  }
+}
+
+}  // namespace winnow::cuda

@@ -1,0 +1,351 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scores of index_topk on Hopper: rows of 128 elements, up to 64 heads, bf16, f16 and e4m3.
+//
+// A product has 64 keys as its rows and 256 columns, which are the heads of a group of queries: 8
+// queries of up to 32 heads, or 4 of up to 64. So a lane holds many heads of few (query, key)
+// pairs, and relu, weights and the sum over heads happen in its registers; four lanes then add up.
+//   warpgroup 0     one thread has Q of a group copied, once, and tiles of 128 keys, in kStages
+//                   stages
+//   warpgroups 1, 2 products and sums of the first and the last 64 keys of a tile, in turns: while
+//                   one sums up, the matrix units work for the other
+// Each thread block computes an equal and contiguous part of a chunk's tiles; its keys are read
+// about when other blocks read them, out of the L2 cache. Shared memory: 64 KiB of Q and four times
+// 32 KiB of keys (half of that with e4m3). Runs against the matrix units.
+#include <cstddef>
+
+#include "cuda/hopper/barrier.cuh"
+#include "cuda/hopper/tensor_copy.cuh"
+#include "cuda/hopper/wgmma.cuh"
+#include "cuda/index_topk/kernels.h"
+#include "cuda/tensor_map.h"
+
+namespace winnow::cuda::index_topk {
+namespace {
+
+using namespace winnow::hopper;
+
+constexpr int kDim = 128;
+constexpr int kColumns = 256;  // of a product
+constexpr int kRows = 64;      // of a product
+constexpr int kStages = 4;
+constexpr int kWarpgroup = 128;
+constexpr int kThreads = 3 * kWarpgroup;
+constexpr int kCopyRegisters = 24;
+constexpr int kMathRegisters = 240;
+
+template <class T>
+constexpr int kTiles = kDim* static_cast<int>(sizeof(T)) / kTileRowBytes;  // side by side
+
+/// Rows of kDim elements, as tiles of the products' operands.
+template <class T, int kCount>
+struct Operand {
+  std::byte tiles[kTiles<T>][kCount * kTileRowBytes];
+};
+
+template <class T>
+struct SharedStorage {
+  Operand<T, kTileKeys> keys[kStages];
+  Operand<T, kColumns> queries;
+  float weights[2][kColumns];
+  Barrier full[kStages];
+  Barrier free[kStages];
+  Barrier queries_full;
+  Barrier queries_free;
+};
+
+struct Turn {
+  int stage = 0;
+  int round = 0;
+  __device__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      ++round;
+    }
+  }
+};
+
+/// One thread tells the copy engine what to bring.
+template <class T, int kHeads>
+__device__ void copy(const CUtensorMap& q, const CUtensorMap& k, const Plan& plan, Share& share,
+                     SharedStorage<T>& shared) {
+  constexpr int kTileColumnsOfT = kTileRowBytes / static_cast<int>(sizeof(T));
+  Turn turn;
+  for (int groups = 0; !share.empty(); ++groups, share.next_group()) {
+    shared.queries_free.wait(groups - 1);
+    shared.queries_full.arrive_and_expect(sizeof(shared.queries));
+    const auto first_row = static_cast<int>(share.group() * (kColumns / kHeads));
+    for (int i = 0; i < kTiles<T>; ++i) {
+      copy_box(shared.queries.tiles[i], q, shared.queries_full, i * kTileColumnsOfT, 0, first_row);
+    }
+    const int first_key = plan.first_key[share.group()];
+    const int behind = share.behind_of_group();
+    for (int tile = share.first_of_group(); tile < behind; ++tile, turn.next()) {
+      shared.free[turn.stage].wait(turn.round - 1);
+      shared.full[turn.stage].arrive_and_expect(sizeof(shared.keys[0]));
+      for (int i = 0; i < kTiles<T>; ++i) {
+        copy_box(shared.keys[turn.stage].tiles[i], k, shared.full[turn.stage], i * kTileColumnsOfT,
+                 first_key + tile * kTileKeys);
+      }
+    }
+  }
+}
+
+// Named barriers. The two warpgroups take turns at the matrix units.
+__device__ inline void wait_for_turn(int side) {
+  if (side == 0) {
+    sync_warps<1, 2 * kWarpgroup>();
+  } else {
+    sync_warps<2, 2 * kWarpgroup>();
+  }
+}
+__device__ inline void give_turn(int side) {
+  if (side == 0) {
+    arrive_warps<1, 2 * kWarpgroup>();
+  } else {
+    arrive_warps<2, 2 * kWarpgroup>();
+  }
+}
+
+__device__ inline void sync_warpgroup(int side) {
+  if (side == 0) {
+    sync_warps<3, kWarpgroup>();
+  } else {
+    sync_warps<4, kWarpgroup>();
+  }
+}
+
+/// The weights of the columns that a lane holds, 8 i + 2 c and the next; by way of shared memory,
+/// where each warpgroup has its own copy.
+template <int kHeads>
+__device__ void load_weights(float (&weights)[kColumns / 4], float (&staged)[kColumns],
+                             const ScoreInputs& inputs, const Plan& plan, std::int64_t group,
+                             int side) {
+  constexpr int kQueries = kColumns / kHeads;
+  sync_warpgroup(side);  // all have read those of the group before
+#pragma unroll
+  for (int column = static_cast<int>(threadIdx.x) % kWarpgroup; column < kColumns;
+       column += kWarpgroup) {
+    const std::int64_t t = group * kQueries + column / kHeads;
+    const int head = column % kHeads;
+    staged[column] = t < plan.tokens && head < inputs.heads
+                         ? inputs.weights[t * inputs.weights_row + head]
+                         : 0.0f;
+  }
+  sync_warpgroup(side);
+#pragma unroll
+  for (int i = 0; i < kColumns / 8; ++i) {
+    const float2 pair = *reinterpret_cast<const float2*>(&staged[8 * i + threadIdx.x % 4 * 2]);
+    weights[2 * i] = pair.x;
+    weights[2 * i + 1] = pair.y;
+  }
+}
+
+/// Adds up four lanes, so that lane c has the sums of the c-th quarter of what they had.
+template <int kCount>
+__device__ void sum_quads(float (&sums)[kCount]) {
+  const bool high = threadIdx.x & 2;
+  const bool odd = threadIdx.x & 1;
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    const float give = high ? sums[i] : sums[i + kCount / 2];
+    const float keep = high ? sums[i + kCount / 2] : sums[i];
+    sums[i] = keep + __shfl_xor_sync(0xffffffffu, give, 2);
+  }
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+    const float give = odd ? sums[i] : sums[i + kCount / 4];
+    const float keep = odd ? sums[i + kCount / 4] : sums[i];
+    sums[i] = keep + __shfl_xor_sync(0xffffffffu, give, 1);
+  }
+}
+
+/// sum_h weights * max(products, 0) of this warp's 16 keys and all queries, into the buffer.
+/// kPadded: there are fewer than kHeads heads; the zeros of the others make NaN of infinite keys.
+template <int kHeads, bool kPadded>
+__device__ void store_scores(float (&products)[128], const float (&weights)[kColumns / 4],
+                             const float (&scale)[2], int heads, std::uint32_t* images,
+                             std::int64_t width) {
+  constexpr int kQueries = kColumns / kHeads;
+  constexpr int kPairs = kHeads / 8;  // of columns that a lane holds of a query
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  float sums[2 * kQueries];  // of key row lane / 4, and of that + 8
+#pragma unroll
+  for (int query = 0; query < kQueries; ++query) {
+    float low = 0;
+    float high = 0;
+#pragma unroll
+    for (int i = query * kPairs; i < (query + 1) * kPairs; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (kPadded && i % kPairs * 8 + lane % 4 * 2 + j >= heads) continue;
+        low = fmaf(weights[2 * i + j], positive_part(products[4 * i + j]), low);
+        high = fmaf(weights[2 * i + j], positive_part(products[4 * i + j + 2]), high);
+      }
+    }
+    sums[2 * query] = low;
+    sums[2 * query + 1] = high;
+  }
+  sum_quads(sums);
+#pragma unroll
+  for (int i = 0; i < kQueries / 2; ++i) {
+    const int query = lane % 4 * (kQueries / 4) + i / 2;
+    const int half = i % 2;
+    images[query * width + lane / 4 + 8 * half] = image_of(sums[i] * scale[half]);
+  }
+}
+
+/// Of the two keys whose products a lane holds. A scale that does not commute with max (negative,
+/// infinite, NaN) goes into the products instead.
+template <bool kScaled>
+__device__ void load_scales(float (&scale)[2], const ScoreInputs& inputs, const Plan& plan,
+                            std::int64_t key) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const std::int64_t s = key + 8 * half;
+    scale[half] = kScaled && s < plan.keys ? __ldg(inputs.k_scale + s) : 1.0f;
+  }
+}
+__device__ inline void scale_products(float (&products)[128], float (&scale)[2]) {
+  const auto commutes = [](float x) { return x > 0 && x <= 3.4e38f; };
+  if (__all_sync(0xffffffffu, commutes(scale[0]) && commutes(scale[1]))) return;
+#pragma unroll
+  for (int i = 0; i < 128; ++i) products[i] *= scale[i / 2 % 2];
+  scale[0] = scale[1] = 1.0f;
+}
+
+template <class T, int kHeads, bool kPadded>
+__device__ void compute(const ScoreInputs& inputs, const Plan& plan, int chunk,
+                        SharedStorage<T>& shared) {
+  constexpr bool kScaled = sizeof(T) == 1;
+  const int side = static_cast<int>(threadIdx.x) / kWarpgroup - 1;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int first_row = side * kRows + (static_cast<int>(threadIdx.x) % kWarpgroup) / 32 * 16;
+  Turn turn;
+  Share share(plan, chunk, blockIdx.x, gridDim.x, lane);
+  if (side == 1 && !share.empty()) give_turn(0);
+  for (int groups = 0; !share.empty(); ++groups) {
+    float weights[kColumns / 4];
+    load_weights<kHeads>(weights, shared.weights[side], inputs, plan, share.group(), side);
+    const int first_key = plan.first_key[share.group()];
+    const std::int64_t width = plan.row_width(share.group());
+    std::uint32_t* const images = plan.images_of_group(share.group(), chunk) + first_row;
+    const int behind = share.behind_of_group();
+    int tile = share.first_of_group();
+    share.next_group();
+    shared.queries_full.wait(groups);
+    for (; tile < behind; ++tile, turn.next()) {
+      float scale[2];
+      load_scales<kScaled>(scale, inputs, plan,
+                           first_key + std::int64_t{tile} * kTileKeys + first_row + lane / 4);
+      shared.full[turn.stage].wait(turn.round);
+      wait_for_turn(side);
+      float products[128];
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kTiles<T>; ++i) {
+        const std::uint64_t keys = row_contracted(
+            shared_address(shared.keys[turn.stage].tiles[i] + side * kRows * kTileRowBytes));
+        const std::uint64_t queries = row_contracted(shared_address(shared.queries.tiles[i]));
+#pragma unroll
+        for (int j = 0; j < kTileRowBytes / 32; ++j) {
+          multiply_64x256_rows<T>(products, keys + j * kNext16InRow, queries + j * kNext16InRow,
+                                  i + j > 0);
+        }
+      }
+      wgmma_commit();
+      const bool is_last = tile + 1 == behind && share.empty();
+      if (side == 0 || !is_last) give_turn(1 - side);
+      wgmma_wait<0>();
+      if (lane == 0) {
+        shared.free[turn.stage].arrive();
+        if (tile + 1 == behind) shared.queries_free.arrive();
+      }
+      if constexpr (kScaled) scale_products(products, scale);
+      store_scores<kHeads, kPadded>(products, weights, scale, inputs.heads,
+                                    images + std::int64_t{tile} * kTileKeys, width);
+    }
+  }
+}
+
+template <class T, int kHeads, bool kPadded>
+__global__ void __launch_bounds__(kThreads, 1)
+    index_topk_scores_kernel(const __grid_constant__ CUtensorMap q,
+                             const __grid_constant__ CUtensorMap k,
+                             const __grid_constant__ ScoreInputs inputs,
+                             const __grid_constant__ Plan plan, int chunk) {
+  extern __shared__ __align__(1024) std::byte memory[];
+  SharedStorage<T>& shared = *reinterpret_cast<SharedStorage<T>*>(memory);
+  if (plan.first_tile[plan.first_group[chunk]] == plan.first_tile[plan.first_group[chunk + 1]])
+    return;
+  if (threadIdx.x == 0) {
+    constexpr int kMathWarps = 2 * kWarpgroup / 32;
+    for (int i = 0; i < kStages; ++i) {
+      shared.full[i].init(1);
+      shared.free[i].init(kMathWarps);
+    }
+    shared.queries_full.init(1);
+    shared.queries_free.init(kMathWarps);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarpgroup) {
+    lower_registers<kCopyRegisters>();
+    if (threadIdx.x < 32) {
+      Share share(plan, chunk, blockIdx.x, gridDim.x, threadIdx.x);
+      if (threadIdx.x == 0) copy<T, kHeads>(q, k, plan, share, shared);
+    }
+  } else {
+    set_registers<kMathRegisters>();
+    compute<T, kHeads, kPadded>(inputs, plan, chunk, shared);
+  }
+}
+
+template <class T>
+void launch_for(const IndexTopkForward& args, const Plan& plan, int chunk,
+                const Execution& execution) {
+  const auto heads = static_cast<int>(args.q.shape[1]);
+  const std::uint32_t columns = kTileRowBytes / sizeof(T);
+  const std::uint32_t padded_heads = heads <= 32 ? 32 : 64;
+  launch(heads == 32   ? index_topk_scores_kernel<T, 32, false>
+         : heads == 64 ? index_topk_scores_kernel<T, 64, false>
+         : heads < 32  ? index_topk_scores_kernel<T, 32, true>
+                       : index_topk_scores_kernel<T, 64, true>,
+         {.blocks = device_properties(args.q.device).multiprocessors,
+          .threads = kThreads,
+          .shared_bytes = sizeof(SharedStorage<T>),
+          .stream = execution.stream},
+         make_tensor_map(args.q, {kColumns / padded_heads, padded_heads, columns}),
+         make_tensor_map(args.k, {kTileKeys, columns}), score_inputs(args), plan, chunk);
+}
+
+}  // namespace
+
+int rows_per_group_hopper(const IndexTopkForward& args) { return args.q.shape[1] <= 32 ? 8 : 4; }
+
+void scores_hopper(const IndexTopkForward& args, const Plan& plan, int chunk,
+                   const Execution& execution) {
+  if (args.k.shape[0] == 0) return;
+  switch (args.q.dtype) {
+    case DType::bf16:
+      return launch_for<__nv_bfloat16>(args, plan, chunk, execution);
+    case DType::f16:
+      return launch_for<__half>(args, plan, chunk, execution);
+    default:
+      return launch_for<__nv_fp8_e4m3>(args, plan, chunk, execution);
+  }
+}
+
+std::string why_not_hopper(const IndexTopkForward& args) {
+  const DeviceProperties& device = device_properties(args.q.device);
+  if (device.major != 9 || device.minor != 0) return "needs compute capability 9.0";
+  if (args.q.dtype == DType::f32) return "takes bf16, f16 and f8_e4m3";
+  if (args.q.shape[2] != kDim) return "takes index_dim 128";
+  if (args.q.shape[1] > 64) return "takes up to 64 heads";
+  if (args.q.shape[0] > 0 && !can_have_tensor_map(args.q))
+    return "takes rows of q that begin at 16-byte boundaries, one behind another";
+  if (args.k.shape[0] > 0 && !can_have_tensor_map(args.k))
+    return "takes rows of k that begin at 16-byte boundaries, one behind another";
+  return {};
+}
+
+}  // namespace winnow::cuda::index_topk

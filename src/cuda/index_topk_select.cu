@@ -1,0 +1,663 @@
+// SPDX-License-Identifier: Apache-2.0
+// The selection of index_topk: exact, from one pass over a row's scores.
+//
+// A thread block takes a row. What is selected depends on the scores alone, not on the order in
+// which threads come: a bound splits a row's keys, and equal scores at the bound go by key.
+//   short rows  have all their scores in registers.
+//   long rows   keep candidates in shared memory. Keys spread over the row say which score is
+//   likely
+//               to be below the bound; what reaches it is taken. When there is no room for more,
+//               the bound of those that are there drops the others, and from then on only keys
+//               above it are taken. If too few were taken, all keys are looked at again. In the end
+//               a bit for each selected key, counted in the order of keys, says where its slot is.
+//   long rows with more slots than shared memory has room for read the scores several times.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/index_topk/kernels.h"
+#include "cuda/mma.cuh"
+
+namespace winnow::cuda::index_topk {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kBlocksAtOnce = 4;  // with the usual topk
+constexpr int kBinBits = 10;
+constexpr int kBins = 1 << kBinBits;
+constexpr int kBlockKeys = kThreads * 4;  // that a block reads at a time
+constexpr int kHeld = 4;                  // blocks of keys that fit into registers
+constexpr int kShortKeys = kHeld * kBlockKeys;
+constexpr int kStages = 4;  // blocks of a long row that are on their way to shared memory
+constexpr int kRoom = 2 * kBlockKeys;     // for candidates beside topk of them
+constexpr std::uint32_t kFew = kThreads;  // that are compared each with all
+constexpr int kMaxKept = 16384;           // the most topk with candidates in shared memory
+constexpr int kMapKeys = 1 << 17;         // keys whose bits are in shared memory at a time
+constexpr int kMapWords = kMapKeys / 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+struct Outputs {
+  std::int32_t* indices;
+  std::int32_t* lengths;  // or null
+  float* scores;          // or null
+  float* scratch;         // [blocks, topk]: scores to sort by where there is no output for them
+  std::int64_t indices_row, scores_row;
+  int topk;
+  bool by_score;
+};
+
+/// Candidates above `image` are kept, and of those equal to it the ones up to key `last`.
+struct Bound {
+  std::uint32_t image;
+  std::uint32_t last;
+  __device__ bool keeps(std::uint32_t candidate, std::uint32_t key) const {
+    return candidate > image || (candidate == image && key <= last);
+  }
+};
+
+constexpr Bound kNoBound{1, 0xffffffffu};
+
+struct Range {
+  std::uint32_t low, high;
+};
+
+struct SharedStorage {
+  union {
+    uint4 ring[kStages][kThreads];  // of a long row's scores
+    std::uint32_t map[kMapWords];   // a bit for each key, when all scores have been seen
+  };
+  std::uint32_t bins[kBins];
+  std::uint32_t warp_sums[kWarps];
+  std::uint32_t count;  // of candidates
+  Range range;
+  std::uint32_t bin, above, of_bin;
+  std::uint32_t few;
+  Bound bound;
+};
+
+/// The sum over the threads before this one, and of all.
+struct Prefix {
+  std::uint32_t before;
+  std::uint32_t all;
+};
+__device__ Prefix prefix_sum(SharedStorage& shared, std::uint32_t value) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  std::uint32_t sum = value;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const std::uint32_t other = __shfl_up_sync(kAllLanes, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) shared.warp_sums[warp] = sum;
+  __syncthreads();
+  std::uint32_t of_warp = lane < kWarps ? shared.warp_sums[lane] : 0;
+#pragma unroll
+  for (int step = 1; step < kWarps; step *= 2) {
+    const std::uint32_t other = __shfl_up_sync(kAllLanes, of_warp, step);
+    if (lane >= step) of_warp += other;
+  }
+  const std::uint32_t all = __shfl_sync(kAllLanes, of_warp, kWarps - 1);
+  const std::uint32_t before = warp == 0 ? 0 : __shfl_sync(kAllLanes, of_warp, warp - 1);
+  __syncthreads();
+  return {before + sum - value, all};
+}
+
+/// Images to bins, in their order. Evenly over the scores at first, which spreads what most rows
+/// hold; evenly over the images where that fails: each time a third of their bits are settled.
+class Binning {
+ public:
+  __device__ Binning(std::uint32_t low, std::uint32_t high, bool by_score) {
+    low_ = low;
+    shift_ = max(32 - __clz(static_cast<int>(high - low)) - kBinBits, 0);
+    const float width = score_of(high) - score_of(low);
+    factor_ = by_score ? (kBins - 1) / width : 0;
+    // Not with infinite scores, nor where the quotient overflows.
+    is_even_ = factor_ > 0 && width <= 3e38f && factor_ <= 3e38f;
+  }
+  __device__ std::uint32_t bin(std::uint32_t image) const {
+    if (!is_even_) return (image - low_) >> shift_;
+    const auto bin = static_cast<std::uint32_t>((score_of(image) - score_of(low_)) * factor_);
+    return min(bin, static_cast<std::uint32_t>(kBins - 1));
+  }
+
+ private:
+  std::uint32_t low_;
+  int shift_;
+  float factor_;
+  bool is_even_;
+};
+
+/// The lowest and the highest of the values. `each(f)` calls f(value, key) for the values of a
+/// thread; 0 is none.
+template <class Each>
+__device__ Range range_of(SharedStorage& shared, Each each) {
+  __syncthreads();  // the range before is used no more
+  if (threadIdx.x == 0) shared.range = {0xffffffffu, 0};
+  Range own{0xffffffffu, 0};
+  each([&](std::uint32_t value, std::uint32_t) {
+    if (value == 0) return;
+    own.low = min(own.low, value);
+    own.high = max(own.high, value);
+  });
+  own.low = __reduce_min_sync(kAllLanes, own.low);
+  own.high = __reduce_max_sync(kAllLanes, own.high);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) {
+    atomicMin(&shared.range.low, own.low);
+    atomicMax(&shared.range.high, own.high);
+  }
+  __syncthreads();
+  return shared.range;
+}
+
+/// The bound that exactly `wanted` candidates pass, or all if there are no more. `each(f)` calls
+/// f(image, key) for the candidates of a thread; an image of 0 is none. kKind: what the images are.
+enum class Kind { scores, distinct_numbers };
+template <Kind kKind, class Each>
+__device__ Bound find_bound(SharedStorage& shared, std::uint32_t wanted, Each each) {
+  Range range = range_of(shared, each);
+  for (bool is_first = true; range.low < range.high; is_first = false) {
+    const Binning binning(range.low, range.high, is_first && kKind == Kind::scores);
+    const auto is_in = [&](std::uint32_t v) { return v >= range.low && v <= range.high; };
+    for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
+    if (threadIdx.x == 0) shared.few = 0;
+    __syncthreads();
+    each([&](std::uint32_t v, std::uint32_t) {
+      if (is_in(v)) atomicAdd(&shared.bins[binning.bin(v)], 1u);
+    });
+    __syncthreads();
+    // From the highest bin down: the one in which the bound is.
+    constexpr int kOwn = kBins / kThreads;
+    std::uint32_t own[kOwn];
+    std::uint32_t sum = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      own[i] = shared.bins[kBins - 1 - (threadIdx.x * kOwn + i)];
+      sum += own[i];
+    }
+    const Prefix prefix = prefix_sum(shared, sum);
+    if (is_first && prefix.all <= wanted) return kNoBound;
+    std::uint32_t passed = prefix.before;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (passed < wanted && passed + own[i] >= wanted) {
+        shared.bin = kBins - 1 - (threadIdx.x * kOwn + i);
+        shared.above = passed;
+        shared.of_bin = own[i];
+      }
+      passed += own[i];
+    }
+    __syncthreads();
+    const std::uint32_t bin = shared.bin;
+    const std::uint32_t of_bin = shared.of_bin;
+    wanted -= shared.above;
+    const auto is_in_bin = [&](std::uint32_t v) { return is_in(v) && binning.bin(v) == bin; };
+    if (of_bin <= kFew) {
+      // Few enough to compare each with all. They take the place of the bins.
+      each([&](std::uint32_t v, std::uint32_t key) {
+        if (!is_in_bin(v)) return;
+        const std::uint32_t to = atomicAdd(&shared.few, 1u);
+        shared.bins[to] = v;
+        shared.bins[kFew + to] = key;
+      });
+      __syncthreads();
+      if (threadIdx.x < of_bin) {
+        const Bound own_bound{shared.bins[threadIdx.x], shared.bins[kFew + threadIdx.x]};
+        std::uint32_t passing = 0;  // itself included
+        for (std::uint32_t i = 0; i < of_bin; ++i) {
+          passing += own_bound.keeps(shared.bins[i], shared.bins[kFew + i]) ? 1 : 0;
+        }
+        if (passing == wanted) shared.bound = own_bound;
+      }
+      __syncthreads();
+      return shared.bound;
+    }
+    range = range_of(shared, [&](auto use) {
+      each([&](std::uint32_t v, std::uint32_t key) { use(is_in_bin(v) ? v : 0, key); });
+    });
+  }
+  if (range.low > range.high) return kNoBound;  // there is none
+  // All that is left is equal.
+  if constexpr (kKind == Kind::scores) {
+    // The smallest keys, which are the largest of their complements.
+    const Bound last = find_bound<Kind::distinct_numbers>(shared, wanted, [&](auto use) {
+      each([&](std::uint32_t v, std::uint32_t key) { use(v == range.low ? ~key : 0u, 0u); });
+    });
+    return {range.low, ~last.image};
+  }
+  return {range.low, 0};
+}
+
+struct Row {
+  const std::uint32_t* images;  // of key `first` and behind
+  int first;                    // a multiple of 4
+  int begin, end;               // the window
+  __device__ std::uint32_t count() const { return static_cast<std::uint32_t>(end - first); }
+  /// Whether the key first + i is in the window.
+  __device__ bool sees(std::uint32_t i) const {
+    return static_cast<int>(i) >= begin - first && i < count();
+  }
+  /// Four neighbours from first + i on, with 0 for those outside of the window; i is a multiple of
+  /// 4.
+  __device__ uint4 in_window(uint4 four, std::uint32_t i) const {
+    if (i > 0 && i + 4 <= count()) return four;
+    if (!sees(i)) four.x = 0;
+    if (!sees(i + 1)) four.y = 0;
+    if (!sees(i + 2)) four.z = 0;
+    if (!sees(i + 3)) four.w = 0;
+    return four;
+  }
+  __device__ uint4 four(std::uint32_t i) const {
+    if (i >= count()) return uint4{};
+    return in_window(*reinterpret_cast<const uint4*>(images + i), i);
+  }
+};
+
+struct Slots {
+  std::int32_t* indices;
+  float* scores;  // or null
+  int topk;
+
+  __device__ void set(int slot, int key, std::uint32_t image) const {
+    indices[slot] = key;
+    if (scores != nullptr) scores[slot] = score_of(image);
+  }
+  __device__ void clear_from(int slot) const {
+    for (slot += static_cast<int>(threadIdx.x); slot < topk; slot += kThreads) {
+      indices[slot] = -1;
+      if (scores != nullptr) scores[slot] = -INFINITY;
+    }
+  }
+};
+
+/// Selects from a row of up to kShortKeys keys; returns how many.
+__device__ int select_short(SharedStorage& shared, const Row& row, const Slots& slots) {
+  std::uint32_t images[kHeld][4];
+#pragma unroll
+  for (int b = 0; b < kHeld; ++b) {
+    const std::uint32_t i = b * kBlockKeys + threadIdx.x * 4;
+    const uint4 four = row.four(i);
+    images[b][0] = four.x;
+    images[b][1] = four.y;
+    images[b][2] = four.z;
+    images[b][3] = four.w;
+  }
+  const auto blocks = static_cast<int>((row.count() + kBlockKeys - 1) / kBlockKeys);
+  const auto each = [&](auto use) {
+#pragma unroll
+    for (int b = 0; b < kHeld; ++b) {
+      if (b >= blocks) break;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (images[b][j] != 0) use(images[b][j], b * kBlockKeys + threadIdx.x * 4 + j);
+      }
+    }
+  };
+  const auto topk = static_cast<std::uint32_t>(slots.topk);
+  const Bound bound = static_cast<std::uint32_t>(row.end - row.begin) > topk
+                          ? find_bound<Kind::scores>(shared, topk, each)
+                          : kNoBound;
+  // Two blocks at a time: how many are before, in the halves of a word.
+  int written = 0;
+#pragma unroll
+  for (int b = 0; b < kHeld; b += 2) {
+    if (b >= blocks) break;
+    std::uint32_t own = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const std::uint32_t i = (b + half) * kBlockKeys + threadIdx.x * 4;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        std::uint32_t& image = images[b + half][j];
+        if (image == 0 || !bound.keeps(image, i + j)) {
+          image = 0;
+        } else {
+          own += 1u << (16 * half);
+        }
+      }
+    }
+    const Prefix prefix = prefix_sum(shared, own);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int slot = written + static_cast<int>(prefix.before >> (16 * half) & 0xffff);
+      const int key = row.first + (b + half) * kBlockKeys + static_cast<int>(threadIdx.x) * 4;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (images[b + half][j] != 0) slots.set(slot++, key + j, images[b + half][j]);
+      }
+      written += static_cast<int>(prefix.all >> (16 * half) & 0xffff);
+    }
+  }
+  return written;
+}
+
+/// Writes the slots of all candidates that pass the bound, in the order of keys; returns how many
+/// there are. `each(f)` calls f(image, place) for the candidates of a thread.
+template <class Each>
+__device__ int write_slots(SharedStorage& shared, const Row& row, const Slots& slots, Bound bound,
+                           Each each) {
+  // A slot is counted in two steps: before its group of words, and within.
+  constexpr int kGroupWords = kMapWords / kBins;
+  constexpr int kOwnGroups = kBins / kThreads;
+  int written = 0;
+  for (std::uint32_t first = 0; first < row.count(); first += kMapKeys) {
+    const auto each_kept = [&](auto use) {
+      each([&](std::uint32_t image, std::uint32_t place) {
+        const std::uint32_t at = place - first;
+        if (at < kMapKeys && image != 0 && bound.keeps(image, place)) use(image, at);
+      });
+    };
+    __syncthreads();
+    for (int i = threadIdx.x; i < kMapWords; i += kThreads) shared.map[i] = 0;
+    __syncthreads();
+    each_kept(
+        [&](std::uint32_t, std::uint32_t at) { atomicOr(&shared.map[at / 32], 1u << (at % 32)); });
+    __syncthreads();
+    std::uint32_t of_group[kOwnGroups];
+    std::uint32_t sum = 0;
+#pragma unroll
+    for (int i = 0; i < kOwnGroups; ++i) {
+      const int group = static_cast<int>(threadIdx.x) * kOwnGroups + i;
+      of_group[i] = 0;
+#pragma unroll
+      for (int j = 0; j < kGroupWords; ++j) {
+        of_group[i] += __popc(shared.map[group * kGroupWords + j]);
+      }
+      sum += of_group[i];
+    }
+    const Prefix prefix = prefix_sum(shared, sum);
+    std::uint32_t before = written + prefix.before;
+#pragma unroll
+    for (int i = 0; i < kOwnGroups; ++i) {
+      shared.bins[threadIdx.x * kOwnGroups + i] = before;
+      before += of_group[i];
+    }
+    __syncthreads();
+    each_kept([&](std::uint32_t image, std::uint32_t at) {
+      const std::uint32_t word = at / 32;
+      std::uint32_t slot = shared.bins[word / kGroupWords];
+      for (std::uint32_t i = word / kGroupWords * kGroupWords; i < word; ++i) {
+        slot += __popc(shared.map[i]);
+      }
+      slot += __popc(shared.map[word] & ((1u << (at % 32)) - 1));
+      slots.set(static_cast<int>(slot), row.first + static_cast<int>(first + at), image);
+    });
+    written += static_cast<int>(prefix.all);
+  }
+  return written;
+}
+
+/// Candidates in shared memory, as images and as places in the row.
+struct Candidates {
+  std::uint32_t* images;
+  std::uint32_t* places;
+
+  template <class Use>
+  __device__ void each(std::uint32_t count, Use use) const {
+    for (std::uint32_t i = threadIdx.x; i < count; i += kThreads) use(images[i], places[i]);
+  }
+};
+
+/// Keeps what passes the bound. Candidates move down, none over one that is still to be read.
+__device__ void drop(SharedStorage& shared, const Candidates& candidates, std::uint32_t count,
+                     Bound bound) {
+  constexpr int kEach = 4;
+  if (threadIdx.x == 0) shared.count = 0;
+  for (std::uint32_t first = 0; first < count; first += kEach * kThreads) {
+    std::uint32_t images[kEach];
+    std::uint32_t places[kEach];
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const std::uint32_t i = first + j * kThreads + threadIdx.x;
+      images[j] = i < count ? candidates.images[i] : 0;
+      places[j] = i < count ? candidates.places[i] : 0;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      if (images[j] == 0 || !bound.keeps(images[j], places[j])) continue;
+      const std::uint32_t to = atomicAdd(&shared.count, 1u);
+      candidates.images[to] = images[j];
+      candidates.places[to] = places[j];
+    }
+  }
+  __syncthreads();
+}
+
+/// A score that more than topk keys of a long row reach, as far as a part of the keys can tell.
+__device__ std::uint32_t likely_least(SharedStorage& shared, const Row& row, std::uint32_t topk) {
+  // As many fours as a thread has registers for, at equal distances.
+  std::uint32_t images[kHeld][4];
+  const std::uint32_t fours = row.count() / 4;
+#pragma unroll
+  for (int b = 0; b < kHeld; ++b) {
+    const std::uint64_t number = b * kThreads + threadIdx.x;
+    const uint4 four =
+        row.four(static_cast<std::uint32_t>(number * fours / (kHeld * kThreads)) * 4);
+    images[b][0] = four.x;
+    images[b][1] = four.y;
+    images[b][2] = four.z;
+    images[b][3] = four.w;
+  }
+  // Three standard deviations more than the part's share.
+  const float share = static_cast<float>(topk) * kShortKeys / static_cast<float>(row.count());
+  const auto wanted = static_cast<std::uint32_t>(share + 3 * sqrtf(share)) + 4;
+  if (wanted >= kShortKeys) return kLeastImage;
+  const Bound bound = find_bound<Kind::scores>(shared, wanted, [&](auto use) {
+#pragma unroll
+    for (int b = 0; b < kHeld; ++b) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) use(images[b][j], (b * kThreads + threadIdx.x) * 4 + j);
+    }
+  });
+  return max(bound.image, kLeastImage);
+}
+
+/// Takes the row's keys that reach `least` and can be among the topk into shared memory; returns
+/// how many there are.
+__device__ std::uint32_t collect(SharedStorage& shared, const Row& row,
+                                 const Candidates& candidates, std::uint32_t topk,
+                                 std::uint32_t least) {
+  const std::uint32_t capacity = topk + kRoom;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const std::uint32_t own = threadIdx.x * 4;
+  // A thread reads what it has copied itself, so that nobody waits for others.
+  const auto copy = [&](std::uint32_t block) {
+    const std::uint32_t i = block * kBlockKeys + own;
+    if (i < row.count()) {
+      copy_16_bytes_async(&shared.ring[block % kStages][threadIdx.x], row.images + i);
+    }
+    commit_copies();
+  };
+  __syncthreads();
+  if (threadIdx.x == 0) shared.count = 0;
+  for (std::uint32_t block = 0; block < kStages - 1; ++block) copy(block);
+  __syncthreads();
+  std::uint32_t most = 0;  // candidates that there can be
+  const std::uint32_t blocks = (row.count() + kBlockKeys - 1) / kBlockKeys;
+  for (std::uint32_t block = 0; block < blocks; ++block) {
+    if (capacity - most < kBlockKeys) {
+      __syncthreads();
+      most = shared.count;
+      __syncthreads();
+      if (capacity - most < kBlockKeys) {
+        const Bound bound =
+            find_bound<Kind::scores>(shared, topk, [&](auto use) { candidates.each(most, use); });
+        drop(shared, candidates, most, bound);
+        most = topk;
+        least = bound.image + 1;  // keys behind these lose against them where they are equal
+      }
+    }
+    copy(block + kStages - 1);
+    wait_for_copies<kStages - 1>();
+    const std::uint32_t i = block * kBlockKeys + own;
+    uint4 four{};
+    if (i < row.count()) four = row.in_window(shared.ring[block % kStages][threadIdx.x], i);
+    const std::uint32_t images[4] = {four.x, four.y, four.z, four.w};
+    std::uint32_t of_warp = 0;
+    std::uint32_t before = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const unsigned lanes = __ballot_sync(kAllLanes, images[j] >= least);
+      of_warp += __popc(lanes);
+      before += __popc(lanes & ((1u << lane) - 1));
+    }
+    if (of_warp > 0) {
+      std::uint32_t to = 0;
+      if (lane == 0) to = atomicAdd(&shared.count, of_warp);
+      to = __shfl_sync(kAllLanes, to, 0) + before;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (images[j] < least) continue;
+        candidates.images[to] = images[j];
+        candidates.places[to] = i + j;
+        ++to;
+      }
+    }
+    most += kBlockKeys;
+  }
+  wait_for_copies<0>();
+  __syncthreads();
+  return shared.count;
+}
+
+/// Selects from a long row with the candidates in shared memory; returns how many.
+__device__ int select_long(SharedStorage& shared, const Row& row, const Candidates& candidates,
+                           const Slots& slots) {
+  const auto topk = static_cast<std::uint32_t>(slots.topk);
+  const std::uint32_t least = likely_least(shared, row, topk);
+  std::uint32_t count = collect(shared, row, candidates, topk, least);
+  if (count < topk && least > kLeastImage) {
+    count = collect(shared, row, candidates, topk, kLeastImage);
+  }
+  const auto each = [&](auto use) { candidates.each(count, use); };
+  const Bound bound = find_bound<Kind::scores>(shared, topk, each);
+  return write_slots(shared, row, slots, bound, each);
+}
+
+/// Selects from a long row for any number of slots; returns how many.
+__device__ int select_many(SharedStorage& shared, const Row& row, const Slots& slots) {
+  const auto image_at = [&](std::uint32_t i) { return row.sees(i) ? row.images[i] : 0; };
+  const auto each = [&](auto use) {
+    for (std::uint32_t i = threadIdx.x; i < row.count(); i += kThreads) use(image_at(i), i);
+  };
+  const auto topk = static_cast<std::uint32_t>(slots.topk);
+  const Bound bound = find_bound<Kind::scores>(shared, topk, each);
+  return write_slots(shared, row, slots, bound, each);
+}
+
+/// Whether the first stands before the second: larger scores first, equal ones by key.
+__device__ bool stands_before(float score, int key, float other_score, int other_key) {
+  return score > other_score || (score == other_score && key < other_key);
+}
+
+/// Sorts by score: Batcher's merge exchange, whose comparisons for any length are those of the next
+/// power of two within it.
+__device__ void sort_by_score(std::int32_t* keys, float* scores, int count) {
+  int top = 1;
+  while (top < count) top *= 2;
+  for (int p = top / 2; p > 0; p /= 2) {
+    int q = top / 2;
+    int r = 0;
+    int d = p;
+    while (true) {
+      __syncthreads();
+      for (int i = threadIdx.x; i + d < count; i += kThreads) {
+        if ((i & p) != r || !stands_before(scores[i + d], keys[i + d], scores[i], keys[i]))
+          continue;
+        const float score = scores[i];
+        const std::int32_t key = keys[i];
+        scores[i] = scores[i + d];
+        keys[i] = keys[i + d];
+        scores[i + d] = score;
+        keys[i + d] = key;
+      }
+      if (q == p) break;
+      d = q - p;
+      q /= 2;
+      r = p;
+    }
+  }
+  __syncthreads();
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
+    index_topk_select_kernel(const __grid_constant__ Plan plan, int chunk,
+                             const __grid_constant__ Outputs outputs) {
+  extern __shared__ __align__(16) std::byte memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+  auto* const behind_shared = reinterpret_cast<std::uint32_t*>(memory + sizeof(SharedStorage));
+  const auto topk = static_cast<std::uint32_t>(outputs.topk);
+  const Candidates candidates{behind_shared, behind_shared + topk + kRoom};
+
+  const std::int64_t rows = plan.rows_per_group;
+  const std::int64_t behind = min(plan.first_group[chunk + 1] * rows, plan.tokens);
+  for (std::int64_t t = plan.first_group[chunk] * rows + blockIdx.x; t < behind; t += gridDim.x) {
+    const std::int64_t group = t / rows;
+    const int first = plan.first_key[group];
+    Row row{plan.images_of_group(group, chunk) + t % rows * plan.row_width(group), first,
+            plan.window_begin(t), plan.window_end(t)};
+    if (row.end <= row.begin) row.end = row.begin = first;
+    // Nothing before the window is read, but for the rest of its four neighbours.
+    const int skipped = (row.begin - first) / 4 * 4;
+    row.images += skipped;
+    row.first += skipped;
+
+    std::int32_t* const indices = outputs.indices + t * outputs.indices_row;
+    float* const scores = outputs.scores != nullptr ? outputs.scores + t * outputs.scores_row
+                          : outputs.by_score ? outputs.scratch + blockIdx.x * std::int64_t{topk}
+                                             : nullptr;
+    const Slots slots{indices, scores, outputs.topk};
+    const int written = row.count() <= kShortKeys ? select_short(shared, row, slots)
+                        : topk <= kMaxKept        ? select_long(shared, row, candidates, slots)
+                                                  : select_many(shared, row, slots);
+    slots.clear_from(written);
+    if (outputs.by_score) sort_by_score(indices, scores, written);
+    if (outputs.lengths != nullptr && threadIdx.x == 0) outputs.lengths[t] = written;
+    __syncthreads();
+  }
+}
+
+std::size_t shared_bytes(std::int64_t topk) {
+  const std::size_t kept = topk <= kMaxKept ? static_cast<std::size_t>(topk) + kRoom : 0;
+  return sizeof(SharedStorage) + kept * 2 * sizeof(std::uint32_t);
+}
+
+std::int64_t blocks_of(const IndexTopkForward& args) {
+  const DeviceProperties& device = device_properties(args.q.device);
+  // Two or three blocks fit on a multiprocessor with the usual topk.
+  constexpr std::int64_t kThreadsOfMultiprocessor = 2048;
+  const std::int64_t each =
+      std::clamp<std::int64_t>(device.shared_bytes / shared_bytes(args.indices.shape[1]), 1,
+                               kThreadsOfMultiprocessor / kThreads);
+  return std::min(each * device.multiprocessors, args.q.shape[0]);
+}
+
+}  // namespace
+
+std::int64_t select_scratch(const IndexTopkForward& args) {
+  if (args.order != SlotOrder::by_score || args.scores) return 0;
+  return blocks_of(args) * args.indices.shape[1];
+}
+
+void select(const IndexTopkForward& args, const Plan& plan, int chunk, float* scratch,
+            const Execution& execution) {
+  launch(index_topk_select_kernel,
+         {.blocks = blocks_of(args),
+          .threads = kThreads,
+          .shared_bytes = shared_bytes(args.indices.shape[1]),
+          .stream = execution.stream},
+         plan, chunk,
+         Outputs{.indices = data_of<std::int32_t>(args.indices),
+                 .lengths = data_of<std::int32_t>(args.lengths),
+                 .scores = data_of<float>(args.scores),
+                 .scratch = scratch,
+                 .indices_row = args.indices.stride[0],
+                 .scores_row = args.scores ? args.scores.stride[0] : 0,
+                 .topk = static_cast<int>(args.indices.shape[1]),
+                 .by_score = args.order == SlotOrder::by_score});
+}
+
+}  // namespace winnow::cuda::index_topk

@@ -1,0 +1,596 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sparse attention, backward, for every shape and type: the gradients that one query row gives.
+//
+// A block has one query row and 16, 32 or 64 of its heads, whose rows of q and d_out stay in shared
+// memory; 4 or 8 warps. It walks over the row's slots in tiles of 64 keys (fewer where rows are
+// wide):
+//   gather   8 lanes copy a row by cp.async; a slot without a key is zeros. With two stages the
+//            next tile is on its way during the products of this one.
+//   scores   a warp has 16 keys and 16 or 32 heads: S = Q K^T and dP = dO V^T, then P and dS go to
+//            shared memory, rounded to the type of the inputs.
+//   d_q      += dS K: a warp has all heads and every 4th or 8th 16 columns, its sums in registers.
+//   d_kv     = dS^T Q + P^T dO: a warp has 32 keys and 32 columns at a time; they go to device
+//            memory by atomics, or to terms of their own that are added in order (key_sums.cuh).
+// Two barriers a tile: rows are there and the tile before is done; P and dS are there. Limits: the
+// bandwidth of shared memory (two products a load of 512 bytes), the atomics in the L2 cache.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/mma.cuh"
+#include "cuda/row_slots.cuh"
+#include "cuda/softmax.cuh"
+#include "cuda/tile_product.cuh"
+
+namespace winnow::cuda::general_backward {
+
+inline constexpr int kMaxTileKeys = 64;
+inline constexpr int kKeyWarps = kMaxTileKeys / 16;  // that share the heads of a tile
+inline constexpr int kMaxStages = 2;
+inline constexpr int kLanesPerRow = 8;     // that copy a row together
+inline constexpr int kColumnsAtOnce = 32;  // of d_kv; rows in shared memory are padded to it
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+template <int kHeads>
+inline constexpr int kThreads = kHeads == 16 ? 128 : 256;
+
+/// Where a launch leaves what keys get.
+enum class KeyGradient : std::int32_t {
+  none,
+  added,      // to sums of keys, by atomics
+  stored,     // as terms of slots
+  stored_too  // added to the terms of earlier heads
+};
+
+struct Parameters {
+  const void* q;       // [tokens, heads, qk_dim]
+  const void* kv;      // [keys, qk_dim]
+  const void* out;     // [tokens, heads, v_dim]
+  const void* d_out;   // [tokens, heads, v_dim]
+  const float* sink;   // [heads], or null
+  const float* lse;    // [tokens, heads]
+  const float* d_lse;  // [tokens, heads], or null
+  void* d_q;           // [tokens, heads, qk_dim], or null: not in this launch
+  float* d_kv;         // [keys, qk_dim], or terms [rows, slots, qk_dim]
+  float* d_sink;       // [heads], or null: not in this launch
+  std::int64_t q_token_stride, q_head_stride;
+  std::int64_t kv_stride;
+  std::int64_t out_token_stride, out_head_stride;
+  std::int64_t d_out_token_stride, d_out_head_stride;
+  std::int64_t lse_stride, d_lse_stride;
+  std::int64_t d_q_token_stride, d_q_head_stride;
+  std::int64_t d_kv_stride;
+  SlotLists slots;              // of the rows from first_row on
+  std::int64_t first_row = 0;   // of the launch
+  std::int64_t rows = 0;        // of the launch
+  std::int64_t first_head = 0;  // of the launch
+  std::int64_t groups = 1;      // of heads, in the launch
+  std::int32_t splits = 1;      // of a row's slots between blocks; 1 where there is a d_q
+  std::int64_t heads;
+  std::int32_t qk_dim, v_dim;
+  std::int32_t tile_keys, stages;
+  KeyGradient key_gradient = KeyGradient::none;
+  bool q_aligned, kv_aligned;             // rows at 16-byte boundaries
+  bool out_aligned, d_out_aligned;        // likewise
+  bool d_q_aligned, d_kv_aligned = true;  // likewise
+  float scale;
+};
+
+/// Of one head: exp(s - lse) is the share of a key among keys; P = share * that, and
+/// dS = (share * dP + offset) * that.
+struct alignas(16) HeadNumbers {
+  float lse;
+  float share;   // exp(lse - L): what the sink leaves to the keys
+  float offset;  // d_lse - share * delta
+  float d_sink;  // what the sink gets if the query has keys
+};
+
+/// Behind it stand the tiles of q [kHeads, row_elements(qk_dim)], d_out [kHeads,
+/// row_elements(v_dim)] and kv [stages, tile_keys, row_elements(qk_dim)].
+template <class T, int kHeads>
+struct alignas(16) SharedStorage {
+  static constexpr int kStride = kMaxTileKeys + 16 / sizeof(T);
+
+  alignas(16) T p[kHeads][kStride];
+  alignas(16) T d_s[kHeads][kStride];  // times the scale
+  HeadNumbers numbers[kHeads];
+  std::int32_t key[kMaxStages][kMaxTileKeys];  // of each slot; -1: none
+};
+
+__host__ __device__ constexpr int padded_dim(int dim) {
+  return (dim + kColumnsAtOnce - 1) / kColumnsAtOnce * kColumnsAtOnce;
+}
+/// Eight rows begin in different banks.
+template <class T>
+__host__ __device__ constexpr int row_elements(int dim) {
+  return padded_dim(dim) + static_cast<int>(16 / sizeof(T));
+}
+
+// ---- Numbers of a head.
+
+/// This lane's part of a product of two rows, in the same order whether they are aligned or not.
+template <class T>
+__device__ float dot_part(const T* a, const T* b, int dim, bool aligned, int lane) {
+  constexpr int kVector = 16 / sizeof(T);
+  float sum = 0;
+  for (int d = lane * kVector; d < dim; d += 32 * kVector) {
+    alignas(16) T x[kVector];
+    alignas(16) T y[kVector];
+    if (aligned) {
+      *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(a + d);
+      *reinterpret_cast<uint4*>(y) = *reinterpret_cast<const uint4*>(b + d);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        x[i] = a[d + i];
+        y[i] = b[d + i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      sum = fmaf(static_cast<float>(x[i]), static_cast<float>(y[i]), sum);
+    }
+  }
+  return sum;
+}
+
+/// The same for all lanes of the warp that asks.
+template <class T>
+__device__ HeadNumbers numbers_of_head(const Parameters& parameters, std::int64_t t,
+                                       std::int64_t h) {
+  const T* const out = static_cast<const T*>(parameters.out) + t * parameters.out_token_stride +
+                       h * parameters.out_head_stride;
+  const T* const d_out = static_cast<const T*>(parameters.d_out) +
+                         t * parameters.d_out_token_stride + h * parameters.d_out_head_stride;
+  float delta =
+      dot_part(out, d_out, parameters.v_dim, parameters.out_aligned && parameters.d_out_aligned,
+               static_cast<int>(threadIdx.x) % 32);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) delta += __shfl_xor_sync(kAllLanes, delta, step);
+  HeadNumbers numbers{
+      .lse = parameters.lse[t * parameters.lse_stride + h], .share = 1, .offset = 0, .d_sink = 0};
+  if (parameters.sink != nullptr) {
+    const float sink = parameters.sink[h];
+    const float lesser = expf(-fabsf(numbers.lse - sink));  // at most 1, as its inverse may not be
+    const float larger_share = 1 / (1 + lesser);
+    const float lesser_share = lesser / (1 + lesser);
+    const bool keys_are_larger = numbers.lse >= sink;
+    numbers.share = keys_are_larger ? larger_share : lesser_share;
+    // An infinite sink has no gradient: there is none, or out is 0.
+    if (!isinf(sink)) numbers.d_sink = -delta * (keys_are_larger ? lesser_share : larger_share);
+  }
+  const float d_lse =
+      parameters.d_lse == nullptr ? 0 : parameters.d_lse[t * parameters.d_lse_stride + h];
+  numbers.offset = d_lse - numbers.share * delta;
+  return numbers;
+}
+
+// ---- Rows on their way into shared memory.
+
+/// Eight lanes copy one row; null: zeros.
+template <class T>
+__device__ void copy_row(T* to, const T* from, int dim, bool aligned, int lane) {
+  constexpr int kVector = 16 / sizeof(T);
+  if (from == nullptr) {
+#pragma unroll 1
+    for (int d = lane * kVector; d < dim; d += kLanesPerRow * kVector) {
+      *reinterpret_cast<uint4*>(to + d) = uint4{};
+    }
+  } else if (aligned) {
+    for (int d = lane * kVector; d < dim; d += kLanesPerRow * kVector) {
+      copy_16_bytes_async(to + d, from + d);
+    }
+  } else {
+#pragma unroll 1
+    for (int d = lane; d < dim; d += kLanesPerRow) to[d] = from[d];
+  }
+}
+
+/// The rows of one query's keys, tile by tile.
+template <class T, int kThreadCount>
+class Gather {
+ public:
+  __device__ Gather(const Parameters& parameters, const RowSlots& slots, int first_tile)
+      : parameters_(parameters), slots_(slots) {
+    load_keys(first_tile);
+  }
+
+  /// Copies the rows of a tile, whose keys were loaded a tile before, and loads the next one's.
+  __device__ void start(int tile, T* rows, std::int32_t* keys) {
+    const T* const kv = static_cast<const T*>(parameters_.kv);
+    has_key_ = false;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = group_ + i * kGroups;
+      if (row >= parameters_.tile_keys) break;
+      const T* const from = next_[i] < 0 ? nullptr : kv + next_[i] * parameters_.kv_stride;
+      copy_row(rows + row * row_elements<T>(parameters_.qk_dim), from, parameters_.qk_dim,
+               parameters_.kv_aligned, lane_);
+      if (lane_ == 0) keys[row] = next_[i];
+      has_key_ = has_key_ || next_[i] >= 0;
+    }
+    commit_copies();
+    load_keys(tile + 1);
+  }
+
+  /// Whether this thread's part of the tile that was started last has a key.
+  __device__ bool has_key() const { return has_key_; }
+
+ private:
+  static constexpr int kGroups = kThreadCount / kLanesPerRow;
+  static constexpr int kRows = kMaxTileKeys / kGroups;
+
+  __device__ void load_keys(int tile) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = group_ + i * kGroups;
+      next_[i] = row < parameters_.tile_keys
+                     ? slots_.key(std::int64_t{tile} * parameters_.tile_keys + row)
+                     : -1;
+    }
+  }
+
+  const Parameters& parameters_;
+  const RowSlots& slots_;
+  int group_ = static_cast<int>(threadIdx.x) / kLanesPerRow;
+  int lane_ = static_cast<int>(threadIdx.x) % kLanesPerRow;
+  bool has_key_ = false;
+  std::int32_t next_[kRows];
+};
+
+// ---- One row.
+
+template <class T>
+__device__ float exponential(float x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return expf(x);
+  } else {
+    return fast_exp2(x * kLog2E);
+  }
+}
+
+/// `aligned`: to a multiple of 16 bytes.
+__device__ inline void add_four(float* to, const float4& x, bool aligned) {
+#if __CUDA_ARCH__ >= 900
+  if (aligned) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y),
+                 "f"(x.z), "f"(x.w)
+                 : "memory");
+    return;
+  }
+#endif
+  atomicAdd(to, x.x);
+  atomicAdd(to + 1, x.y);
+  atomicAdd(to + 2, x.z);
+  atomicAdd(to + 3, x.w);
+}
+
+/// kPairs: pairs of blocks of 8 columns of d_q that a warp has.
+template <class T, int kHeads, int kPairs>
+class RowGradient {
+ public:
+  using Storage = SharedStorage<T, kHeads>;
+
+  __device__ RowGradient(const Parameters& parameters, unsigned char* memory)
+      : parameters_(parameters),
+        shared_(*reinterpret_cast<Storage*>(memory)),
+        stride_(row_elements<T>(parameters.qk_dim)),
+        v_stride_(row_elements<T>(parameters.v_dim)),
+        q_tile_(reinterpret_cast<T*>(memory + sizeof(Storage))),
+        d_out_tile_(q_tile_ + kHeads * stride_),
+        kv_tiles_(d_out_tile_ + kHeads * v_stride_) {
+    // Channels are read up to a multiple of kColumnsAtOnce: those past the last are zero, in all
+    // rows for ever. They are there after the first tile's barrier.
+    const int kv_rows = parameters.stages * parameters.tile_keys;
+    clear_columns(q_tile_, kHeads, stride_, parameters.qk_dim);
+    clear_columns(d_out_tile_, kHeads, v_stride_, parameters.v_dim);
+    clear_columns(kv_tiles_, kv_rows, stride_, parameters.qk_dim);
+  }
+
+  /// `row`: of the launch. Ends with a barrier.
+  __device__ void run(std::int64_t row, std::int64_t first_head, int split) {
+    row_ = row;
+    t_ = parameters_.first_row + row;
+    first_head_ = first_head;
+    const RowSlots slots = parameters_.slots.row(row);
+    const int tile_keys = parameters_.tile_keys;
+    const int all_tiles = slots.count / tile_keys + (slots.count % tile_keys != 0 ? 1 : 0);
+    const int split_tiles = (all_tiles + parameters_.splits - 1) / parameters_.splits;
+    const int first_tile = min(split * split_tiles, all_tiles);
+    const int behind_tile = min(first_tile + split_tiles, all_tiles);
+
+    load_heads();
+    Gather<T, kThreadCount> gather(parameters_, slots, first_tile);
+    if (first_tile < behind_tile) gather.start(first_tile, kv_tiles_, shared_.key[0]);
+    compute_numbers();
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) clear_sums(d_q_[i]);
+
+    bool has_keys = false;
+    for (int tile = first_tile; tile < behind_tile; ++tile) {
+      const int stage = parameters_.stages == 1 ? 0 : (tile - first_tile) % 2;
+      const T* const kv_tile = kv_tiles_ + stage * tile_keys * stride_;
+      // Rows of heads and keys and the heads' numbers are there for all; all are done with the tile
+      // before, so that its stage is free for the next one, and P and dS for this one.
+      wait_for_copies<0>();
+      const bool tile_has_keys = __syncthreads_or(gather.has_key() ? 1 : 0) != 0;
+      if (parameters_.stages == 2 && tile + 1 < behind_tile) {
+        gather.start(tile + 1, kv_tiles_ + (stage ^ 1) * tile_keys * stride_,
+                     shared_.key[stage ^ 1]);
+      }
+      if (tile_has_keys) {
+        has_keys = true;
+        const int blocks = (min(slots.count - tile * tile_keys, tile_keys) + 15) / 16;
+        if (key_warp() < blocks) compute_scores(kv_tile, shared_.key[stage]);
+        __syncthreads();  // P and dS are there
+        if (parameters_.d_q != nullptr) add_to_query(kv_tile, blocks);
+        if (parameters_.key_gradient != KeyGradient::none) {
+          add_to_keys(shared_.key[stage], std::int64_t{tile} * tile_keys, blocks);
+        }
+      }
+      if (parameters_.stages == 1 && tile + 1 < behind_tile) {
+        __syncthreads();  // all are done with this tile's rows and keys
+        gather.start(tile + 1, kv_tiles_, shared_.key[0]);
+      }
+    }
+
+    const int thread = static_cast<int>(threadIdx.x);
+    if (parameters_.d_sink != nullptr && has_keys && thread < kHeads &&
+        first_head + thread < parameters_.heads) {
+      atomicAdd(parameters_.d_sink + first_head + thread, shared_.numbers[thread].d_sink);
+    }
+    store_d_q();
+    wait_for_copies<0>();  // of heads, where there was no tile
+    __syncthreads();       // the next row's heads and numbers overwrite this one's
+  }
+
+ private:
+  static constexpr int kThreadCount = kThreads<kHeads>;
+  static constexpr int kWarps = kThreadCount / 32;
+  static constexpr int kHeadBlocks = kHeads / 16;
+  static constexpr int kScoreBlocks = kHeadBlocks / (kWarps / kKeyWarps);  // of heads, a warp's
+  static constexpr int kKeysAtOnce = 32;                                   // of d_kv
+
+  __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  /// In the scores.
+  __device__ static int key_warp() { return warp() % kKeyWarps; }
+
+  __device__ static void clear_columns(T* tile, int rows, int stride, int dim) {
+    const int columns = padded_dim(dim) - dim;
+    for (int i = static_cast<int>(threadIdx.x); i < rows * columns; i += kThreadCount) {
+      tile[i / columns * stride + dim + i % columns] = from_float<T>(0);
+    }
+  }
+
+  __device__ void load_heads() {
+    const T* const q = static_cast<const T*>(parameters_.q) + t_ * parameters_.q_token_stride;
+    const T* const d_out =
+        static_cast<const T*>(parameters_.d_out) + t_ * parameters_.d_out_token_stride;
+    const int lane_of_row = static_cast<int>(threadIdx.x) % kLanesPerRow;
+    for (int row = static_cast<int>(threadIdx.x) / kLanesPerRow; row < kHeads;
+         row += kThreadCount / kLanesPerRow) {
+      const std::int64_t h = first_head_ + row;
+      const bool has_head = h < parameters_.heads;
+      copy_row(q_tile_ + row * stride_, has_head ? q + h * parameters_.q_head_stride : nullptr,
+               parameters_.qk_dim, parameters_.q_aligned, lane_of_row);
+      copy_row(d_out_tile_ + row * v_stride_,
+               has_head ? d_out + h * parameters_.d_out_head_stride : nullptr, parameters_.v_dim,
+               parameters_.d_out_aligned, lane_of_row);
+    }
+    commit_copies();
+  }
+
+  /// Heads past the last have P and dS of 0.
+  __device__ void compute_numbers() {
+    for (int row = warp(); row < kHeads; row += kWarps) {
+      HeadNumbers numbers{};
+      if (first_head_ + row < parameters_.heads) {
+        numbers = numbers_of_head<T>(parameters_, t_, first_head_ + row);
+      }
+      if (lane() == 0) shared_.numbers[row] = numbers;
+    }
+  }
+
+  /// P and dS of this warp's 16 keys and its heads.
+  __device__ void compute_scores(const T* kv_tile, const std::int32_t* keys) {
+    const int first_key = key_warp() * 16;
+    const int first_head = warp() / kKeyWarps * kScoreBlocks * 16;
+    const T* const k = kv_tile + first_key * stride_;
+    float s[kScoreBlocks][2][4];
+    clear_sums(s);
+#pragma unroll 2
+    for (int d = 0; d < padded_dim(parameters_.qk_dim); d += kColumnsAtOnce) {
+      multiply_tile<kColumnsAtOnce, true, true>(s, q_tile_ + first_head * stride_ + d, stride_,
+                                                k + d, stride_);
+    }
+    float d_p[kScoreBlocks][2][4];
+    clear_sums(d_p);
+#pragma unroll 2
+    for (int d = 0; d < padded_dim(parameters_.v_dim); d += kColumnsAtOnce) {
+      multiply_tile<kColumnsAtOnce, true, true>(d_p, d_out_tile_ + first_head * v_stride_ + d,
+                                                v_stride_, k + d, stride_);
+    }
+    bool is_key[2][2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        is_key[n][e] = keys[first_key + n * 8 + column_in_block(lane(), e)] >= 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kScoreBlocks; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int head = first_head + i * 16 + row_in_block(lane(), r * 2);
+        const HeadNumbers numbers = shared_.numbers[head];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          float of_all[2];  // P
+          float of_score[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const float product = s[i][n][r * 2 + e];
+            const bool counts = is_key[n][e] && product * parameters_.scale != -INFINITY;
+            const float of_keys =
+                counts ? exponential<T>(fmaf(product, parameters_.scale, -numbers.lse)) : 0;
+            const float gradient = fmaf(numbers.share, d_p[i][n][r * 2 + e], numbers.offset);
+            // Whatever the numbers are where there is no key.
+            of_all[e] = of_keys == 0 ? 0 : of_keys * numbers.share;
+            of_score[e] = of_keys == 0 ? 0 : of_keys * gradient * parameters_.scale;
+          }
+          const int key = first_key + n * 8 + column_in_block(lane(), 0);
+          put_pair(&shared_.p[head][key], of_all[0], of_all[1]);
+          put_pair(&shared_.d_s[head][key], of_score[0], of_score[1]);
+        }
+      }
+    }
+  }
+
+  /// d_q [heads, columns] += dS [heads, keys] K [keys, columns].
+  __device__ void add_to_query(const T* kv_tile, int blocks) {
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const int column = (warp() + i * kWarps) * 16;
+        if (column < parameters_.qk_dim) {
+          multiply_tile<16, true, false>(d_q_[i], &shared_.d_s[0][block * 16], Storage::kStride,
+                                         kv_tile + block * 16 * stride_ + column, stride_);
+        }
+      }
+    }
+  }
+
+  /// What keys get: dS [heads, keys]^T Q [heads, columns] + P [heads, keys]^T dO [heads, columns].
+  /// The last 16 keys of an odd number of blocks have no scores: what comes out has no key.
+  __device__ void add_to_keys(const std::int32_t* keys, std::int64_t first_slot, int blocks) {
+    const int key_parts = (blocks + 1) / 2;
+    const int parts = padded_dim(parameters_.qk_dim) / kColumnsAtOnce * key_parts;
+#pragma unroll 1
+    for (int part = warp(); part < parts; part += kWarps) {
+      const int first_key = part % key_parts * kKeysAtOnce;
+      const int first_column = part / key_parts * kColumnsAtOnce;
+      float sums[kKeysAtOnce / 16][kColumnsAtOnce / 8][4];
+      clear_sums(sums);
+      multiply_tile<kHeads, false, false>(sums, &shared_.d_s[0][first_key], Storage::kStride,
+                                          q_tile_ + first_column, stride_);
+      if (first_column < parameters_.v_dim) {
+        multiply_tile<kHeads, false, false>(sums, &shared_.p[0][first_key], Storage::kStride,
+                                            d_out_tile_ + first_column, v_stride_);
+      }
+      // Four lanes give 16 columns of a row. Of two blocks of 8 a lane has a pair each; the even
+      // lanes take those of the first from their neighbour, the odd ones of the second, so that
+      // each has four columns.
+      const bool is_odd = lane() % 2 != 0;
+      const int column = first_column + (is_odd ? 8 : 0) + lane() % 4 / 2 * 4;
+#pragma unroll
+      for (int i = 0; i < kKeysAtOnce / 16; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int row = first_key + i * 16 + row_in_block(lane(), r * 2);
+          const std::int32_t key = row < parameters_.tile_keys ? keys[row] : -1;
+          float* const to = parameters_.d_kv + row_of_gradient(key, first_slot + row);
+#pragma unroll
+          for (int n = 0; n < kColumnsAtOnce / 8; n += 2) {
+            const float* const first = &sums[i][n][r * 2];
+            const float* const second = &sums[i][n + 1][r * 2];
+            const float2 own = {is_odd ? second[0] : first[0], is_odd ? second[1] : first[1]};
+            const float2 got = {__shfl_xor_sync(kAllLanes, is_odd ? first[0] : second[0], 1),
+                                __shfl_xor_sync(kAllLanes, is_odd ? first[1] : second[1], 1)};
+            if (key >= 0 && column + n * 8 < parameters_.qk_dim) {
+              give_key(to + column + n * 8, is_odd ? float4{got.x, got.y, own.x, own.y}
+                                                   : float4{own.x, own.y, got.x, got.y});
+            }
+          }
+        }
+      }
+    }
+  }
+
+  /// Where the gradient of a key, or the term of a slot, begins.
+  __device__ std::int64_t row_of_gradient(std::int32_t key, std::int64_t slot) const {
+    if (parameters_.key_gradient == KeyGradient::added) return key * parameters_.d_kv_stride;
+    return (row_ * parameters_.slots.slots + slot) * parameters_.d_kv_stride;
+  }
+
+  __device__ void give_key(float* to, float4 x) const {
+    if (parameters_.key_gradient == KeyGradient::added) {
+      add_four(to, x, parameters_.d_kv_aligned);
+      return;
+    }
+    float4& term = *reinterpret_cast<float4*>(to);
+    if (parameters_.key_gradient == KeyGradient::stored_too) {
+      const float4 before = term;
+      x = {before.x + x.x, before.y + x.y, before.z + x.z, before.w + x.w};
+    }
+    term = x;
+  }
+
+  __device__ void store_d_q() {
+    if (parameters_.d_q == nullptr) return;
+    T* const d_q = static_cast<T*>(parameters_.d_q) + t_ * parameters_.d_q_token_stride;
+#pragma unroll
+    for (int m = 0; m < kHeadBlocks; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const std::int64_t h = first_head_ + m * 16 + row_in_block(lane(), r * 2);
+        if (h >= parameters_.heads) continue;
+        T* const to = d_q + h * parameters_.d_q_head_stride;
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const int column = (warp() + i * kWarps) * 16 + n * 8 + column_in_block(lane(), 0);
+            if (column >= parameters_.qk_dim) continue;
+            const float first = d_q_[i][m][n][r * 2];
+            const float second = d_q_[i][m][n][r * 2 + 1];
+            if constexpr (std::is_same_v<T, float>) {
+              to[column] = first;
+              to[column + 1] = second;
+            } else {
+              store_pair(to + column, first, second, parameters_.d_q_aligned);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  const Parameters& parameters_;
+  Storage& shared_;
+  int stride_, v_stride_;
+  T* q_tile_;
+  T* d_out_tile_;
+  T* kv_tiles_;
+  std::int64_t row_ = 0;
+  std::int64_t t_ = 0;
+  std::int64_t first_head_ = 0;
+  float d_q_[kPairs][kHeadBlocks][2][4];
+};
+
+/// Blocks for whose registers there must be room beside each other: as many as leave them enough.
+template <int kHeads, int kPairs>
+inline constexpr int kBlocksAtOnce = kHeads / 16 * kPairs > 8   ? 1
+                                     : kHeads == 16             ? (kPairs > 4 ? 2 : 4)
+                                     : kHeads / 16 * kPairs > 4 ? 1
+                                                                : 2;
+
+template <class T, int kHeads, int kPairs>
+__global__ void __launch_bounds__(kThreads<kHeads>, (kBlocksAtOnce<kHeads, kPairs>))
+    sparse_attention_backward_general_kernel(const __grid_constant__ Parameters parameters) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  RowGradient<T, kHeads, kPairs> gradient(parameters, memory);
+  const std::int64_t items = parameters.rows * parameters.groups * parameters.splits;
+  for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+    const auto split = static_cast<int>(item % parameters.splits);
+    const std::int64_t group = item / parameters.splits % parameters.groups;
+    gradient.run(item / parameters.splits / parameters.groups,
+                 parameters.first_head + group * kHeads, split);
+  }
+}
+
+}  // namespace winnow::cuda::general_backward

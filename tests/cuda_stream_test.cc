@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a call on a GPU owes its caller beside the result: it can be captured into a graph, and it
+// takes no more memory than it says. Built with CUDA only.
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include "harness/cases.h"
+#include "harness/workloads.h"
+#include "tests/testing.h"
+
+namespace winnow::tests {
+namespace {
+
+constexpr Device kDevice{DeviceKind::cuda, 0};
+
+class OnCuda : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    const std::string reason = why_not(Backend::cuda);
+    if (!reason.empty()) GTEST_SKIP() << "the cuda backend " << reason;
+  }
+};
+
+class Stream {
+ public:
+  Stream() { EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess); }
+  ~Stream() { cudaStreamDestroy(stream_); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  operator cudaStream_t() const { return stream_; }  // NOLINT(google-explicit-constructor)
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+/// Captures what the call enqueues and launches that twice.
+void run_as_graph(const std::function<void(cudaStream_t)>& call) {
+  const Stream stream;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  call(stream);
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+  for (int i = 0; i < 2; ++i) ASSERT_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
+}
+
+Values values_of(const Buffer& buffer) {
+  if (buffer.tensor().dtype != DType::i32) return buffer.download();
+  const Ints ints = buffer.download_ints();
+  return {ints.begin(), ints.end()};
+}
+
+/// The outputs of a call are the same bits from a graph as from the call itself, with the call's
+/// own memory and with the caller's.
+template <class Args>
+void expect_same_from_a_graph(const Args& args, std::vector<Buffer*> outputs) {
+  harness::run(args, {.backend = Backend::cuda});
+  std::vector<Values> expected;
+  for (const Buffer* output : outputs) expected.push_back(values_of(*output));
+  const std::size_t bytes = workspace_bytes(args, {.backend = Backend::cuda});
+  const Buffer workspace(kDevice, DType::i32, {static_cast<std::int64_t>(bytes / 4) + 1});
+  for (const bool with_workspace : {false, true}) {
+    for (Buffer* output : outputs) output->poison();
+    run_as_graph([&](cudaStream_t stream) {
+      Execution execution{.backend = Backend::cuda, .stream = stream};
+      if (with_workspace) {
+        execution.workspace = workspace.tensor().data;
+        execution.workspace_bytes = bytes;
+      }
+      harness::run(args, execution);
+    });
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      EXPECT_TRUE(same_bits(values_of(*outputs[i]), expected[i]));
+    }
+  }
+}
+
+class CapturedCalls : public OnCuda {
+ protected:
+  // One shape that the kernels of their own have, one that the general ones have.
+  static std::vector<harness::Case> cases() {
+    harness::Case model = harness::find_case("glm-5.2-small");
+    model.qk_dim = 576;
+    model.v_dim = 512;
+    model.heads = 64;
+    model.index_heads = 32;
+    model.index_dim = 128;
+    return {model, harness::find_case("deepseek-v4-flash-small")};
+  }
+};
+
+TEST_F(CapturedCalls, OfWindows) {
+  for (const harness::Case& c : cases()) {
+    const harness::KeyWindowsWork windows(c, {.device = kDevice}, 1);
+    expect_same_from_a_graph(windows.args, {&windows.begin, &windows.end});
+    const harness::WindowIndicesWork lists(c, {.device = kDevice}, 1);
+    expect_same_from_a_graph(lists.args, {&lists.indices, &lists.lengths});
+  }
+}
+
+TEST_F(CapturedCalls, OfTheIndexer) {
+  for (const harness::Case& c : cases()) {
+    for (const bool fp8 : {false, true}) {
+      const harness::IndexTopkWork work(c, {.device = kDevice}, 1, fp8);
+      expect_same_from_a_graph(work.forward, {&work.indices, &work.lengths, &work.scores});
+      expect_same_from_a_graph(work.replay, {&work.replay_scores});
+    }
+  }
+}
+
+TEST_F(CapturedCalls, OfAttention) {
+  for (const harness::Case& c : cases()) {
+    const harness::SparseAttentionWork work(c, {.device = kDevice}, 1);
+    expect_same_from_a_graph(work.forward, {&work.out, &work.lse});
+  }
+}
+
+TEST_F(CapturedCalls, OfTheValueProjection) {
+  const harness::ValueProjectionWork work(cases()[0], {.device = kDevice}, 1);
+  expect_same_from_a_graph(work.forward, {&work.out_v});
+}
+
+/// Bytes of the device that are not free.
+std::size_t bytes_in_use() {
+  std::size_t free = 0;
+  std::size_t total = 0;
+  EXPECT_EQ(cudaMemGetInfo(&free, &total), cudaSuccess);
+  return total - free;
+}
+
+// Square, so that scores of all pairs would be 64 GiB.
+TEST_F(OnCuda, SelectionOfManyRowsTakesNoMoreThanTheLimit) {
+  constexpr std::int64_t kRows = 131072;
+  harness::Case c = harness::find_case("glm-5.2");
+  c.tokens = kRows;
+  c.rows = kRows;
+  c.index_heads = 1;
+  const harness::IndexTopkWork work(c, {.device = kDevice}, 1);
+  const Execution execution{.backend = Backend::cuda};
+  EXPECT_LE(workspace_bytes(work.forward, execution), execution.workspace_limit);
+
+  // The call's own memory comes from the device's pool, which counts it.
+  cudaMemPool_t pool = nullptr;
+  ASSERT_EQ(cudaDeviceGetDefaultMemPool(&pool, kDevice.index), cudaSuccess);
+  std::uint64_t reset = 0;
+  ASSERT_EQ(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrUsedMemHigh, &reset), cudaSuccess);
+  const std::size_t before = bytes_in_use();
+  harness::run(work.forward, execution);
+  const std::size_t during = bytes_in_use();  // the call may still be running
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  std::uint64_t most = 0;
+  ASSERT_EQ(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemHigh, &most), cudaSuccess);
+  EXPECT_GT(most, 0U);
+  EXPECT_LE(most, execution.workspace_limit);
+  constexpr std::size_t kPieces = 64
+                                  << 20;  // in which the pool takes memory, and code that is loaded
+  EXPECT_LE(during, before + execution.workspace_limit + kPieces);
+
+  // The last row sees all keys.
+  const Ints lengths = work.lengths.download_ints(harness::Rows{0, kRows - 1});
+  EXPECT_EQ(lengths[0], 1);
+  EXPECT_EQ(lengths[1], c.index_topk());
+}
+
+}  // namespace
+}  // namespace winnow::tests
