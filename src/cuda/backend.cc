@@ -38,6 +38,8 @@ constexpr std::array kKernels<SparseAttentionForward> = {
 template <>
 constexpr std::array kKernels<SparseAttentionBackward> = {
     Op<SparseAttentionBackward>{cuda::why_not_fast, cuda::workspace_bytes_fast, cuda::run_fast},
+    Op<SparseAttentionBackward>{cuda::why_not_general, cuda::workspace_bytes_general,
+                                cuda::run_general},
 };
 
 /// All tensors of a call are on one device: that of any which is always there.

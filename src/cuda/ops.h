@@ -66,9 +66,14 @@ std::string why_not_few_heads(const SparseAttentionForward& args, const Executio
 std::string why_not_general(const SparseAttentionForward& args, const Execution& execution);
 std::string why_not_f32(const SparseAttentionForward& args, const Execution& execution);
 
-// Sparse attention, backward: likewise.
+// Sparse attention, backward: Hopper's own instructions likewise; any shape and type, and sums in
+// order.
 void run_fast(const SparseAttentionBackward& args, const Execution& execution);
+void run_general(const SparseAttentionBackward& args, const Execution& execution);
 std::size_t workspace_bytes_fast(const SparseAttentionBackward& args, const Execution& execution);
+std::size_t workspace_bytes_general(const SparseAttentionBackward& args,
+                                    const Execution& execution);
 std::string why_not_fast(const SparseAttentionBackward& args, const Execution& execution);
+std::string why_not_general(const SparseAttentionBackward& args, const Execution& execution);
 
 }  // namespace winnow::cuda

@@ -383,7 +383,6 @@ class RowGradient {
     commit_copies();
   }
 
-  /// Heads past the last have P and dS of 0.
   __device__ void compute_numbers() {
     for (int row = warp(); row < kHeads; row += kWarps) {
       HeadNumbers numbers{};
@@ -394,7 +393,7 @@ class RowGradient {
     }
   }
 
-  /// P and dS of this warp's 16 keys and its heads.
+  /// P and dS of this warp's 16 keys and its heads; 0 without a key and past the last head.
   __device__ void compute_scores(const T* kv_tile, const std::int32_t* keys) {
     const int first_key = key_warp() * 16;
     const int first_head = warp() / kKeyWarps * kScoreBlocks * 16;
@@ -427,6 +426,7 @@ class RowGradient {
       for (int r = 0; r < 2; ++r) {
         const int head = first_head + i * 16 + row_in_block(lane(), r * 2);
         const HeadNumbers numbers = shared_.numbers[head];
+        const bool has_head = first_head_ + head < parameters_.heads;
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           float of_all[2];  // P
@@ -434,7 +434,8 @@ class RowGradient {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const float product = s[i][n][r * 2 + e];
-            const bool counts = is_key[n][e] && product * parameters_.scale != -INFINITY;
+            const bool counts =
+                has_head && is_key[n][e] && product * parameters_.scale != -INFINITY;
             const float of_keys =
                 counts ? exponential<T>(fmaf(product, parameters_.scale, -numbers.lse)) : 0;
             const float gradient = fmaf(numbers.share, d_p[i][n][r * 2 + e], numbers.offset);

@@ -64,7 +64,7 @@ __device__ void compute_numbers(const Params<T>& params, const Item& item, Share
   if (c == 0) shared.numbers[thread / 4] = numbers;
 }
 
-template <class T>
+template <class T, KeyGradients kMode>
 __device__ void compute_gradients(const Params<T>& params, SharedStorage& shared) {
   const int side = static_cast<int>(threadIdx.x) / kWarpgroup - 1;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -93,19 +93,25 @@ __device__ void compute_gradients(const Params<T>& params, SharedStorage& shared
       wgmma_commit();
       wgmma_wait<0>();
       if (lane == 0) shared.kv_free.arrive();
+      const KeyBlock key_block{shared.keys[blocks % 2], first_slot_of(params, number, block)};
 #pragma unroll 1
       for (int tile = first_tile; tile < first_tile + kSideTiles; ++tile) {
-        add_tile<true>(params, shared, shared.keys[blocks % 2], tile, [&] {
+        give_tile<kMode, true>(params, shared, key_block, tile, [&] {
           if (tile + 1 == first_tile + kSideTiles && lane == 0) shared.scores_free.arrive();
         });
       }
     }
     if (lane == 0) shared.item_free.arrive();
     const Item item = item_of(params, number);
-    if (params.d_sink != nullptr && shared.has_keys[items % 2] && lane % 4 == 0) {
-      const int of_item = (static_cast<int>(threadIdx.x) - kWarpgroup) / 4;
-      const int head = item.first_head + of_item;
-      if (head < params.heads) atomicAdd(params.d_sink + head, shared.numbers[of_item].d_sink);
+    const int of_item = (static_cast<int>(threadIdx.x) - kWarpgroup) / 4;
+    const int head = item.first_head + of_item;
+    if (params.d_sink != nullptr && lane % 4 == 0 && head < params.heads) {
+      const float d_sink = shared.has_keys[items % 2] ? shared.numbers[of_item].d_sink : 0.0f;
+      if constexpr (kMode == KeyGradients::written) {
+        params.d_sink[item.t * params.d_sink_row + head] = d_sink;
+      } else {
+        atomicAdd(params.d_sink + head, d_sink);
+      }
     }
 #pragma unroll
     for (int j = 0; j < kSideTiles; ++j) {

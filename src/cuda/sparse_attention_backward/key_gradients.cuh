@@ -10,18 +10,35 @@
 
 namespace winnow::cuda::backward {
 
-__device__ inline void add_4(float* to, const float (&x)[4]) {
+/// What becomes of the gradients that a slot gives to its key.
+enum class KeyGradients {
+  added,   // to the key's row of d_kv, in any order
+  written  // to the slot's own row, for others to add up
+};
+
+template <KeyGradients kMode>
+__device__ void give_4(float* to, const float (&x)[4]) {
+  if constexpr (kMode == KeyGradients::written) {
+    *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+    return;
+  }
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]),
                "f"(x[2]), "f"(x[3])
                : "memory");
 }
 
-/// Adds columns [first_column, first_column + 64) of the gradients of a block's keys. By one
-/// instruction eight lanes, a quad and the one beside it, add 32 columns of a row: full lines of
-/// 128 bytes are what the L2 cache takes fastest, by more than the shuffles cost.
-template <class T>
-__device__ void add_gradients(const Params<T>& params, const std::int32_t (&keys)[kBlock],
-                              const float (&gradients)[32], int first_column) {
+/// A block of keys of a query.
+struct KeyBlock {
+  const std::int32_t (&keys)[kBlock];
+  std::int64_t first_slot;  // counted over all rows
+};
+
+/// Adds or writes columns [first_column, first_column + 64) of the gradients of a block's keys. By
+/// one instruction eight lanes, a quad and the one beside it, give 32 columns of a row: full lines
+/// of 128 bytes are what the L2 cache adds fastest, by more than the shuffles cost.
+template <KeyGradients kMode, class T>
+__device__ void give_gradients(const Params<T>& params, const KeyBlock& block,
+                               const float (&gradients)[32], int first_column) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32;
   const int first_row = warp * 16 + lane / 8 * 2;
@@ -29,9 +46,12 @@ __device__ void add_gradients(const Params<T>& params, const std::int32_t (&keys
   float* const column = params.d_kv + first_column + lane % 4 * 8 + (is_odd ? 4 : 0);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // rows lane / 4, and those + 8
-    const int2 pair = *reinterpret_cast<const int2*>(&keys[first_row + 8 * half]);
-    float* const even_row = column + pair.x * params.d_kv_row;
-    float* const odd_row = column + pair.y * params.d_kv_row;
+    const int row = first_row + 8 * half;
+    const int2 pair = *reinterpret_cast<const int2*>(&block.keys[row]);
+    constexpr bool kWritten = kMode == KeyGradients::written;
+    float* const even_row = column + (kWritten ? block.first_slot + row : pair.x) * params.d_kv_row;
+    float* const odd_row =
+        column + (kWritten ? block.first_slot + row + 1 : pair.y) * params.d_kv_row;
 #pragma unroll
     for (int part = 0; part < 2; ++part) {  // 32 columns
       std::uint32_t even[4];
@@ -55,17 +75,17 @@ __device__ void add_gradients(const Params<T>& params, const std::int32_t (&keys
         of_even_row[i] = __uint_as_float(is_odd ? got : low);
         of_odd_row[i] = __uint_as_float(is_odd ? high : got);
       }
-      if (pair.x >= 0) add_4(even_row + 32 * part, of_even_row);
-      if (pair.y >= 0) add_4(odd_row + 32 * part, of_odd_row);
+      if (pair.x >= 0) give_4<kMode>(even_row + 32 * part, of_even_row);
+      if (pair.y >= 0) give_4<kMode>(odd_row + 32 * part, of_odd_row);
     }
   }
 }
 
-/// dKV = dS^T Q + P^T dO of one tile's columns, added to device memory; the rope has no values, so
-/// that it lacks the second product. `when_read` is called when P and dS are used no more.
-template <bool kHasValues, class T, class WhenRead>
-__device__ void add_tile(const Params<T>& params, SharedStorage& shared,
-                         const std::int32_t (&keys)[kBlock], int tile, WhenRead when_read) {
+/// dKV = dS^T Q + P^T dO of one tile's columns, added or written; the rope has no values, so that
+/// it lacks the second product. `when_read` is called when P and dS are used no more.
+template <KeyGradients kMode, bool kHasValues, class T, class WhenRead>
+__device__ void give_tile(const Params<T>& params, SharedStorage& shared, const KeyBlock& block,
+                          int tile, WhenRead when_read) {
   const std::uint64_t p = column_contracted(shared_address(shared.p), kTileBytes);
   const std::uint64_t ds = column_contracted(shared_address(shared.ds), kTileBytes);
   const std::uint64_t q = column_contracted(shared_address(shared.q[tile]), kTileBytes);
@@ -85,7 +105,7 @@ __device__ void add_tile(const Params<T>& params, SharedStorage& shared,
   wgmma_commit();
   wgmma_wait<0>();
   when_read();
-  add_gradients(params, keys, gradients, tile * kTileColumns);
+  give_gradients<kMode>(params, block, gradients, tile * kTileColumns);
 }
 
 }  // namespace winnow::cuda::backward

@@ -94,7 +94,7 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
-template <class T, int kTiles>
+template <class T, int kTiles, KeyGradients kMode>
 __device__ void compute_scores(const Params<T>& params, const CUtensorMap& q,
                                const CUtensorMap& d_out, SharedStorage& shared) {
   constexpr bool kRope = kTiles > kValueTiles;
@@ -196,7 +196,10 @@ __device__ void compute_scores(const Params<T>& params, const CUtensorMap& q,
         gatherer.gather(0, (blocks + 1) % 2);
       }
       // While the next block is on its way.
-      if constexpr (kRope) add_tile<false>(params, shared, keys, kValueTiles, [] {});
+      if constexpr (kRope) {
+        give_tile<kMode, false>(params, shared, {keys, first_slot_of(params, number, block)},
+                                kValueTiles, [] {});
+      }
     }
     if constexpr (kRope) store_d_q(params, item, d_q, kValueTiles * kTileColumns);
     __syncwarp();

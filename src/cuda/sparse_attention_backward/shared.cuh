@@ -39,10 +39,10 @@ struct Params {
   const float* lse;
   const float* d_lse;  // null: none
   T* d_q;
-  float* d_kv;
-  float* d_sink;  // null: not asked for
+  float* d_kv;    // rows of keys, or of slots
+  float* d_sink;  // [heads], or [tokens, heads] beside rows of slots; null: not asked for
   std::int64_t kv_row, out_row, out_head, d_out_row, d_out_head, indices_row, lse_row, d_lse_row;
-  std::int64_t d_q_row, d_q_head, d_kv_row;
+  std::int64_t d_q_row, d_q_head, d_kv_row, d_sink_row;
   int heads, keys, topk, head_blocks, items;
   float scale, scale_log2;
 };
@@ -110,6 +110,12 @@ __device__ Item item_of(const Params<T>& params, int number) {
                                          : max(min(__ldg(params.lengths + item.t), params.topk), 0);
   item.blocks = max((item.slots + kBlock - 1) / kBlock, 1);
   return item;
+}
+
+/// The first slot of an item's block, counted over all rows.
+template <class T>
+__device__ std::int64_t first_slot_of(const Params<T>& params, int number, int block) {
+  return std::int64_t{number / params.head_blocks} * params.topk + block * kBlock;
 }
 
 }  // namespace winnow::cuda::backward
