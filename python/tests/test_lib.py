@@ -2,6 +2,7 @@
 """The way into the library: kinds of tensors, errors, workspace, backends."""
 
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -199,23 +200,25 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
 def test_the_library_is_called_without_torch():
     code = """
 import sys, numpy as np
+sys.modules["torch"] = None  # as if it were not installed
 from winnow import _lib
 begin, end = np.zeros(5, np.int32), np.zeros(5, np.int32)
 _lib.run("key_windows", cu_seqlens=np.array([0, 3, 5], np.int32), begin=begin, end=end)
-print(begin, end, "torch" in sys.modules)
+print(begin, end)
 """
     done = python(code)
-    assert done.stdout == "[0 0 0 3 3] [1 2 3 4 5] False\n", done.stderr
+    assert done.stdout == "[0 0 0 3 3] [1 2 3 4 5]\n", done.stderr
 
 
 def test_a_library_of_another_version_is_refused(tmp_path):
-    (tmp_path / "winnow").mkdir()
-    for name in ("__init__.py", "_lib.py"):
-        source = os.path.join(os.path.dirname(winnow.__file__), name)
-        with open(source) as file:
-            text = file.read().replace('__version__ = "0.1.0"', '__version__ = "9.9.9"')
-        text = text.replace("x values scale power_of_two:?=0", "x values scale")
-        (tmp_path / "winnow" / name).write_text(text)
-    done = python("import winnow._lib", PYTHONPATH=str(tmp_path), WINNOW_LIBRARY=_lib._lib._name)
+    shutil.copytree(os.path.dirname(winnow.__file__), tmp_path / "winnow")
+    changes = {
+        "__init__.py": ('__version__ = "0.1.0"', '__version__ = "9.9.9"'),
+        "_lib.py": ("x values scale power_of_two:?=0", "x values scale"),
+    }
+    for name, (old, new) in changes.items():
+        file = tmp_path / "winnow" / name
+        file.write_text(file.read_text().replace(old, new))
+    done = python("import winnow._lib", PYTHONPATH=str(tmp_path), WINNOW_LIBRARY=_lib.path)
     assert "does not belong to this package: quantize_fp8 272 (here 264)" in done.stderr
     assert f"version {winnow.__version__} (here 9.9.9)" in done.stderr

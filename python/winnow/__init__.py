@@ -1,7 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""winnow: the operators of DeepSeek-style sparse attention, forward and backward.
+"""winnow: the operators of DeepSeek-style sparse attention for PyTorch, forward and backward.
 
-``winnow.reference`` has their formulas in plain torch.
+    packing = winnow.Packing(cu_seqlens)
+    selection = winnow.index_topk(index_q, index_k, weights, packing, topk=2048)
+    out, lse, _ = winnow.sparse_attention(q, kv, selection.indices, v_dim=512, scale=scale,
+                                          lengths=selection.lengths)
+    loss = winnow.index_loss(selection, q, kv, lse, scale=scale)
+
+The functions are differentiable and take CPU and CUDA tensors; docs/python.md shows them at work.
+``winnow.reference`` has their formulas in plain torch, ``torch.ops.winnow`` the operators below.
 """
 
+import importlib.util
+
 __version__ = "0.1.0"
+
+if importlib.util.find_spec("torch") is not None:  # without torch there is winnow._lib alone
+    from winnow import automodel, flash_mla, reference
+    from winnow._lib import backends
+    from winnow.checkpointing import keep_selections
+    from winnow.functional import (
+        Attention,
+        IndexList,
+        Quantized,
+        Selection,
+        dense_index_loss,
+        index_loss,
+        index_topk,
+        quantize_fp8,
+        sparse_attention,
+        value_projection,
+        window_indices,
+    )
+    from winnow.ops import why_not
+    from winnow.packing import Packing, Windows
+
+    __all__ = [
+        "Attention",
+        "IndexList",
+        "Packing",
+        "Quantized",
+        "Selection",
+        "Windows",
+        "automodel",
+        "backends",
+        "dense_index_loss",
+        "flash_mla",
+        "index_loss",
+        "index_topk",
+        "keep_selections",
+        "quantize_fp8",
+        "reference",
+        "sparse_attention",
+        "value_projection",
+        "why_not",
+        "window_indices",
+    ]

@@ -52,11 +52,12 @@ _EXECUTION = """
     backend:automatic|reference|cpu|cuda stream:P=0 workspace:P=0 workspace_bytes:N=0
     workspace_limit:N=268435456 threads:i=0 deterministic:?=0"""
 
-_TENSOR = "Piiii4q4q"  # data, dtype, device kind, device index, rank, shape, stride
-_ABSENT = (0, 0, 0, 0, -1) + (0,) * 8
-_FILL = tuple((0,) * (4 - rank) for rank in range(5))  # behind the shape of a tensor of that rank
+# winnow::Tensor by rank: data, dtype, device kind, device index, rank, shape, stride.
+_TENSORS = tuple(
+    struct.Struct(f"Piiii{rank}q{8 * (4 - rank)}x{rank}q{8 * (4 - rank)}x") for rank in range(5)
+)
+_ABSENT = _TENSORS[0].pack(0, 0, 0, 0, -1)
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int32")
-_DEVICES = ("cpu", "cuda")
 
 # By type code, bits and lanes.
 _DLPACK_DTYPES = {
@@ -72,68 +73,81 @@ _DLPACK_DEVICES = {1: 0, 2: 1, 3: 0}  # cpu, cuda, pinned host memory
 _ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}  # ErrorCode; others: RuntimeError
 
 
-class _Field(NamedTuple):
-    name: str
-    kind: str  # "tensor", "enum" or a letter of the struct module
-    default: tuple[int, ...]  # what stands in the struct
-    words: tuple[str, ...] = ()
+class _TensorField:
+    """A winnow::Tensor of an argument struct."""
+
+    size, alignment, default = len(_ABSENT), struct.calcsize("P"), _ABSENT
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def pack(self, owner: str, value: Any, keep: list[Any]) -> bytes:
+        return _ABSENT if value is None else _view(owner, self.name, value, keep)
+
+
+class _NumberField:
+    """A number of a letter of the struct module, or an enum by its words."""
+
+    def __init__(self, name: str, letter: str, default: int, words: tuple[str, ...] = ()) -> None:
+        self.name, self.letter, self.words = name, letter, words
+        self.size = self.alignment = struct.calcsize(letter)
+        self.default = struct.pack(letter, default)
 
     def number(self, owner: str, value: Any) -> Any:
-        """What stands in the struct for a `value` that is no tensor."""
-        if self.words:
-            if value not in self.words:
-                allowed = ", ".join(self.words)
-                raise ValueError(f"{owner}: {self.name} {value!r}: must be one of {allowed}")
-            return self.words.index(value)
+        """What stands in the struct for a value."""
+        if not self.words:
+            return value
+        if value not in self.words:
+            allowed = ", ".join(self.words)
+            raise ValueError(f"{owner}: {self.name} {value!r}: must be one of {allowed}")
+        return self.words.index(value)
+
+    def pack(self, owner: str, value: Any, keep: list[Any]) -> bytes:
         try:
-            struct.pack(self.kind, value)
+            return struct.pack(self.letter, self.number(owner, value))
         except (struct.error, OverflowError) as error:
             raise ValueError(f"{owner}: {self.name} {value!r}: {error}") from None
-        return value
 
 
-def _field(word: str) -> _Field:
+def _field(word: str) -> _TensorField | _NumberField:
     name, _, kind = word.partition(":")
     if not kind:
-        return _Field(name, "tensor", _ABSENT)
+        return _TensorField(name)
     if "|" in kind:
-        return _Field(name, "enum", (0,), tuple(kind.split("|")))
+        return _NumberField(name, "i", 0, tuple(kind.split("|")))
     letter, _, default = kind.partition("=")
-    return _Field(name, letter, (int(default),))
+    return _NumberField(name, letter, int(default))
 
 
 class _Layout:
-    """A C struct: its fields, and the struct.Struct with their offsets."""
+    """A C struct as a sequence of pieces: its fields, and the padding between them."""
 
     def __init__(self, spec: str) -> None:
         self.fields = [_field(word) for word in spec.split()]
-        formats = {"tensor": _TENSOR, "enum": "i"}
-        # Native mode aligns as C does; the 0P pads the end to the alignment of a pointer.
-        self.struct = struct.Struct(
-            "".join(formats.get(f.kind, f.kind) for f in self.fields) + "0P"
-        )
+        self._pieces: list[bytes] = []  # of a struct in which everything has its default
+        self._places: dict[str, tuple[int, Callable[..., bytes]]] = {}
+        self.size = 0
+        for field in self.fields:
+            self._pad(field.alignment)
+            self._places[field.name] = len(self._pieces), field.pack
+            self._pieces.append(field.default)
+            self.size += field.size
+        self._pad(struct.calcsize("P"))
+
+    def _pad(self, alignment: int) -> None:
+        if padding := -self.size % alignment:
+            self._pieces.append(bytes(padding))
+            self.size += padding
 
     def pack(self, owner: str, given: dict[str, Any], keep: list[Any]) -> bytes:
         """The struct's bytes. What must live as long as they do is added to `keep`."""
-        values: list[Any] = []
-        found = 0
-        for field in self.fields:
-            name, kind, default, _ = field
-            if name not in given:
-                values += default
-                continue
-            found += 1
-            value = given[name]
-            if kind != "tensor":
-                values.append(field.number(owner, value))
-            elif value is None:
-                values += default
-            else:
-                values += _view(owner, name, value, keep)
-        if found != len(given):
-            unknown = sorted(set(given) - {field.name for field in self.fields})
-            raise TypeError(f"{owner}: no argument {', '.join(unknown)}")
-        return self.struct.pack(*values)
+        pieces, places = self._pieces.copy(), self._places
+        for name, value in given.items():
+            if name not in places:
+                raise TypeError(f"{owner}: no argument {name}")
+            place, pack = places[name]
+            pieces[place] = pack(owner, value, keep)
+        return b"".join(pieces)
 
 
 class _DLTensor(ctypes.Structure):
@@ -153,22 +167,22 @@ class _DLTensor(ctypes.Structure):
     ]
 
 
-# Numbers of torch.dtype and torch.device objects, as they come.
-_dtype_numbers: dict[Any, int] = {}
-_device_numbers: dict[Any, tuple[int, int]] = {}
+_dtype_numbers: dict[Any, int] = {}  # of torch.dtype objects, as they come
 
 
-def _view(op: str, name: str, tensor: Any, keep: list[Any]) -> tuple[int, ...]:
-    """The values of a winnow::Tensor."""
+def _view(op: str, name: str, tensor: Any, keep: list[Any]) -> bytes:
+    """A winnow::Tensor."""
     if hasattr(tensor, "data_ptr"):  # torch
-        dtype, device = tensor.dtype, tensor.device
-        if dtype not in _dtype_numbers:
-            _dtype_numbers[dtype] = _dtype_number(op, name, str(dtype).removeprefix("torch."))
-        if device not in _device_numbers:
-            if device.type not in _DEVICES:
-                raise ValueError(f"{op}: {name} is on device {device}: must be cpu or cuda")
-            _device_numbers[device] = _DEVICES.index(device.type), device.index or 0
-        number, (kind, index) = _dtype_numbers[dtype], _device_numbers[device]
+        number = _dtype_numbers.get(tensor.dtype)
+        if number is None:
+            number = _dtype_number(op, name, str(tensor.dtype).removeprefix("torch."))
+            _dtype_numbers[tensor.dtype] = number
+        if tensor.is_cpu:
+            kind = index = 0
+        elif tensor.is_cuda:
+            kind, index = 1, tensor.get_device()
+        else:
+            raise ValueError(f"{op}: {name} is on device {tensor.device}: must be cpu or cuda")
         data, shape, stride = tensor.data_ptr(), tensor.shape, tensor.stride()
     elif hasattr(tensor, "__dlpack__"):
         capsule = tensor.__dlpack__()
@@ -186,10 +200,9 @@ def _view(op: str, name: str, tensor: Any, keep: list[Any]) -> tuple[int, ...]:
     else:
         raise TypeError(f"{op}: {name} is a {type(tensor).__name__}: must be a tensor")
     rank = len(shape)
-    if rank >= len(_FILL):
-        raise ValueError(f"{op}: {name} has {rank} dimensions: must be at most {len(_FILL) - 1}")
-    fill = _FILL[rank]
-    return (data, number, kind, index, rank, *shape, *fill, *stride, *fill)
+    if rank >= len(_TENSORS):
+        raise ValueError(f"{op}: {name} has {rank} dimensions: must be at most {len(_TENSORS) - 1}")
+    return _TENSORS[rank].pack(data, number, kind, index, rank, *shape, *stride)
 
 
 def _dtype_number(op: str, name: str, dtype: str) -> int:
@@ -252,8 +265,8 @@ def _load() -> tuple[ctypes.CDLL, dict[str, _Functions]]:
     theirs: dict[str, Any] = {op.name.decode(): op.args_bytes for op in ops}
     theirs |= {"Tensor": lib.winnow_tensor_bytes(), "Execution": lib.winnow_execution_bytes()}
     theirs["version"] = lib.winnow_version().decode()
-    ours: dict[str, Any] = {name: layout.struct.size for name, layout in _LAYOUTS.items()}
-    ours |= {"Tensor": struct.calcsize(_TENSOR), "Execution": _EXECUTION_LAYOUT.struct.size}
+    ours: dict[str, Any] = {name: layout.size for name, layout in _LAYOUTS.items()}
+    ours |= {"Tensor": len(_ABSENT), "Execution": _EXECUTION_LAYOUT.size}
     ours["version"] = __version__
     if ours != theirs:
         names = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
@@ -264,10 +277,17 @@ def _load() -> tuple[ctypes.CDLL, dict[str, _Functions]]:
 
 _LAYOUTS = {name: _Layout(spec) for name, spec in _STRUCTS.items()}
 _EXECUTION_LAYOUT = _Layout(_EXECUTION)
+_BACKEND = _EXECUTION_LAYOUT.fields[0]
+# All of an Execution in one go, for the calls that count microseconds.
+_EXECUTION_STRUCT = struct.Struct(
+    "".join(field.letter for field in _EXECUTION_LAYOUT.fields) + "0P"
+)
+_WORKSPACE_LIMIT = 256 << 20
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
 _lib, _ops = _load()
+path: str = _lib._name
 
 
 def _check(code: int) -> None:
@@ -286,6 +306,11 @@ def execution(**fields: Any) -> bytes:
     return _EXECUTION_LAYOUT.pack("execution", fields, [])
 
 
+def field_names(op: str) -> frozenset[str]:
+    """The fields of an op's argument struct."""
+    return frozenset(field.name for field in _LAYOUTS[op].fields)
+
+
 _AUTOMATIC = execution()
 
 
@@ -293,6 +318,31 @@ def run(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> None:
     """Runs an op. Arguments are the fields of its struct; a tensor that is None is absent."""
     keep: list[Any] = []
     _check(_ops[op].run(_LAYOUTS[op].pack(op, arguments, keep), execution))
+
+
+def run_allocating(
+    op: str,
+    arguments: dict[str, Any],
+    allocate: Callable[[int], Any],
+    backend: str,
+    stream: int,
+    threads: int,
+    deterministic: bool,
+) -> None:
+    """Runs an op in a workspace that `allocate` makes: a torch tensor of so many bytes."""
+    keep: list[Any] = []
+    args = _LAYOUTS[op].pack(op, arguments, keep)
+    backend_number = _BACKEND.number(op, backend)
+    size = ctypes.c_size_t()
+    run, workspace_bytes, _ = _ops[op]
+    rest = (_WORKSPACE_LIMIT, threads, deterministic)
+    execution = _EXECUTION_STRUCT.pack(backend_number, stream, 0, 0, *rest)
+    _check(workspace_bytes(args, execution, ctypes.byref(size)))
+    if size.value:
+        workspace = allocate(size.value)  # lives until the call has been made
+        address = workspace.data_ptr()
+        execution = _EXECUTION_STRUCT.pack(backend_number, stream, address, size.value, *rest)
+    _check(run(args, execution))
 
 
 def workspace_bytes(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> int:
@@ -310,8 +360,13 @@ def why_not(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> str:
     return _text(_ops[op].why_not, _LAYOUTS[op].pack(op, arguments, keep), execution)
 
 
+def backend_why_not(backend: str) -> str:
+    """Empty if the backend is usable here, else a sentence that says why not."""
+    return _text(_lib.winnow_backend_why_not, _BACKEND.number("backend_why_not", backend))
+
+
 def backends() -> dict[str, str]:
     """What every backend that is usable here runs on."""
-    words = _EXECUTION_LAYOUT.fields[0].words
-    usable = [n for n in range(1, len(words)) if not _text(_lib.winnow_backend_why_not, n)]
-    return {words[n]: _text(_lib.winnow_backend_describe, n) for n in usable}
+    usable = [word for word in _BACKEND.words[1:] if not backend_why_not(word)]
+    describe = _lib.winnow_backend_describe
+    return {word: _text(describe, _BACKEND.words.index(word)) for word in usable}

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m winnow, the programs that the documentation shows, and the example."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import winnow
+from winnow import _bench, _check, functional
+from winnow.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_info(capsys):
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"winnow {winnow.__version__}, torch {torch.__version__}"
+    assert lines[1].endswith("libwinnow.so")
+    for line, name in zip(lines[2:], ("reference", "cpu", "cuda"), strict=True):
+        usable = f"yes: {winnow.backends()[name]}" if name in winnow.backends() else "no: "
+        assert line.startswith(name) and usable in line
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_check(capsys, backend):
+    assert main(["check", "--backend", backend]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in _check.CHECKS)
+    assert re.search(r"^\d\d compared, 0 failed$", out, re.MULTILINE)
+
+
+def test_check_fails_where_a_function_is_wrong(capsys, monkeypatch):
+    right = functional.value_projection
+    monkeypatch.setattr(functional, "value_projection", lambda *x, **o: right(*x, **o) * 1.01)
+    assert main(["check", "value_projection", "key_windows"]) == 1
+    out = capsys.readouterr().out
+    assert len(re.findall(r"value_projection .* FAILED", out)) >= 4
+    assert len(re.findall(r"key_windows .* ok", out)) == 4
+
+
+def test_check_says_what_a_backend_cannot_do(capsys, monkeypatch):
+    right = functional.index_topk
+
+    def too_wide(*tensors, backend=None, **options):  # the cpu backend takes no fp64
+        return right(*(x.double() for x in tensors[:3]), *tensors[3:], backend="cpu", **options)
+
+    monkeypatch.setattr(functional, "index_topk", too_wide)
+    assert main(["check", "index_topk"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("not here: index_topk_forward: the cpu backend does not take f64") == 2
+    assert "0 compared, 0 failed" in out
+
+
+def test_bench(capsys, monkeypatch):
+    sizes = {"tokens": 16, "heads": 2, "index_heads": 2, "topk": 4}
+    monkeypatch.setitem(_bench._SIZES, "cpu", sizes)
+    monkeypatch.setattr(_bench, "_SECONDS", 0.01)
+    assert main(["bench"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "cpu, bf16, 16 tokens, 2 heads, 2 index_heads, 4 topk"
+    timed = [line for line in lines if re.search(r"[0-9.]+ ms forward +[0-9.]+ ms backward", line)]
+    assert [line.split()[0] for line in timed] == list(_bench.NAMES[:-1])
+    assert sum(line.startswith("host,") and "us a call" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["run"],
+        ["check", "softmax"],
+        ["bench", "--backend", "tpu"],
+        ["check", "--device", "tpu"],
+    ],
+)
+def test_bad_words_have_exit_code_2(capsys, words):
+    with pytest.raises(SystemExit) as exit:
+        main(words)
+    assert exit.value.code == 2 and "usage: python -m winnow" in capsys.readouterr().err
+
+
+@pytest.mark.skipif("cuda" in winnow.backends(), reason="the cuda backend is here")
+def test_a_backend_that_is_not_here_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["check", "--backend", "cuda"])
+    assert "the cuda backend is not in this build" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/automodel.md"])
+def test_programs_in_the_documentation_run(page):
+    programs = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    assert programs
+    for program in programs:
+        exec(compile(program, page, "exec"), {})
+
+
+def test_the_example_learns_to_copy(capsys):
+    """With 8 keys a row from step 30 on, chosen by an indexer that learns beside it."""
+    example = runpy.run_path(str(ROOT / "examples" / "train_tiny.py"))
+    losses = example["train"]("winnow", 120, "cpu")
+    assert losses["letters"][0] > 2.5 and losses["letters"][-1] < 0.3
+    assert losses["indexers"][-1] < 0.5 * max(losses["indexers"])
+    dense = example["train"]("dense", 30, "cpu")["letters"]
+    assert losses["letters"][:30] == pytest.approx(dense, rel=1e-3)  # all keys until then
+    assert "keys 8" in capsys.readouterr().out

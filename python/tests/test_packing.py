@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packing and window_indices, as the package offers them, against the formulas in plain torch."""
+
+import numpy as np
+import pytest
+import torch
+from cases import Random, assert_equal, offsets, packings, seeds
+from hypothesis import given
+from hypothesis import strategies as st
+
+import winnow
+from winnow import reference
+
+
+@given(packings(), st.integers(1, 4), st.sampled_from(["empty", "see_document"]))
+def test_windows(packing, ratio, padding_rows):
+    options = packing.options | {"padding_rows": padding_rows}
+    made = winnow.Packing(packing.cu_seqlens, tokens=packing.tokens, **options)
+    expected = reference.key_windows(packing.cu_seqlens, packing.tokens, ratio=ratio, **options)
+    assert made.tokens == packing.tokens
+    for actual, exact in zip(made.windows(ratio), expected, strict=True):
+        assert_equal(actual, exact)
+
+
+def test_the_documents_say_how_many_rows_there_are():
+    assert winnow.Packing(offsets([3, 0, 2])).tokens == 5
+    assert winnow.Packing(offsets([3, 0, 2]), offsets([4, 1, 4])).tokens == 9
+    assert winnow.Packing(offsets([3, 2]), query_rows=torch.tensor([4, -1]).int()).tokens == 2
+    assert winnow.Packing(offsets([])).tokens == 0
+    windows = winnow.Packing(offsets([3, 2]), tokens=7).windows()
+    assert (windows.end - windows.begin).tolist() == [1, 2, 3, 1, 2, 0, 0]
+
+
+def test_windows_are_made_once():
+    packing = winnow.Packing(offsets([3, 2]))
+    assert packing.windows() is packing.windows(1)
+    assert packing.windows(2) is packing.windows(2)
+    assert packing.windows(2).end.tolist() == [0, 1, 1, 1, 2]
+
+
+def test_arrays_of_other_libraries():
+    packing = winnow.Packing(np.array([0, 3, 5], np.int32), np.array([0, 4, 7], np.int32))
+    expected = winnow.Packing(offsets([3, 2]), offsets([4, 3]))
+    for actual, exact in zip(packing.windows(), expected.windows(), strict=True):
+        assert_equal(actual, exact)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "cu_seqlens has dtype int64"),
+        ({"cu_seqlens": torch.tensor([1, 3]).int()}, ValueError, r"cu_seqlens\[0\] 1: must be 0"),
+        ({"cu_seqlens": torch.tensor([0, 3, 2]).int()}, ValueError, r"cu_seqlens\[2\] 2"),
+        ({"cu_seqlens": torch.tensor([0, -3]).int()}, ValueError, r"cu_seqlens\[1\] -3"),
+        ({"cu_seqlens": torch.tensor([]).int()}, ValueError, "cu_seqlens i32"),
+        ({"cu_seqlens": torch.tensor([[0, 3]]).int()}, ValueError, "cu_seqlens i32"),
+        ({"cu_seqlens": [0, 3]}, TypeError, "Packing: cu_seqlens is a list: must be a tensor"),
+        ({"cu_seqlens_padded": offsets([3])}, ValueError, "cu_seqlens_padded i32"),
+        ({"query_rows": torch.tensor([-2]).int()}, ValueError, r"query_rows\[0\] -2"),
+        ({"query_rows": torch.tensor([0, 1]).int(), "tokens": 3}, ValueError, "begin i32"),
+        ({"padding_rows": "none"}, ValueError, "padding_rows 'none': must be one of empty"),
+        ({"tokens": -1}, ValueError, "Packing: tokens -1: must be at least 0"),
+        ({"backend": "gpu"}, ValueError, "backend 'gpu': must be one of automatic"),
+    ],
+)
+def test_what_is_wrong_is_named(arguments, error, text):
+    with pytest.raises(error, match=text):
+        winnow.Packing(**{"cu_seqlens": offsets([3, 2])} | arguments)
+
+
+def test_ratio_is_checked():
+    with pytest.raises(ValueError, match="key_windows: ratio 0: must be at least 1"):
+        winnow.Packing(offsets([3, 2])).windows(0)
+
+
+class TestWindowIndices:
+    @given(packings(1), st.integers(1, 6), st.sampled_from([0, 2, 3]), st.booleans(), seeds)
+    def test_against_plain_torch(self, packing, window, ratio, choose, seed):
+        made = winnow.Packing(packing.cu_seqlens, tokens=packing.tokens, **packing.options)
+        options = {"window": window, "ratio": ratio, "key_offset": packing.tokens}
+        if choose and ratio:
+            options["pool_ids"] = Random(seed).integers(-2, 9, packing.tokens, 4)
+        indices, lengths = winnow.window_indices(made, **options)
+        expected = reference.window_indices(
+            packing.cu_seqlens, packing.tokens, indices.shape[1], **packing.options, **options
+        )
+        assert_equal(indices, expected[0])
+        assert_equal(lengths, expected[1])
+
+    def test_golden_values(self):
+        packing = winnow.Packing(offsets([8]), query_rows=torch.tensor([4, 5]).int())
+        options = {"window": 4, "ratio": 4, "key_offset": 8, "topk": 6}
+        indices, lengths = winnow.window_indices(packing, **options)
+        assert indices.tolist() == [[1, 2, 3, 4, 8, -1], [2, 3, 4, 5, 8, -1]]
+        assert lengths.tolist() == [5, 5]
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({}, "topk 0: must be at least 1"),
+            ({"window": 2, "topk": 1}, "window_indices: indices i32"),
+            ({"window": 2, "ratio": 1}, "window_indices: ratio 1"),
+            ({"window": 2, "ratio": 2, "key_offset": 3}, "window_indices: key_offset 3"),
+            ({"window": 2, "pool_ids": torch.zeros(5, 2).int()}, "window_indices: pool_ids"),
+            ({"window": 2, "ratio": -2, "topk": 4}, "window_indices: ratio -2"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, options, text):
+        with pytest.raises(ValueError, match=text):
+            winnow.window_indices(winnow.Packing(offsets([3, 2])), **options)
+
+    def test_offsets_are_no_packing(self):
+        with pytest.raises(TypeError, match="window_indices: packing is a Tensor: must be a Pack"):
+            winnow.window_indices(offsets([3, 2]), window=2)
+
+    def test_rows_of_one_rank_do_not_say_how_long_lists_get(self):
+        packing = winnow.Packing(offsets([8]), query_rows=torch.tensor([7]).int())
+        with pytest.raises(ValueError, match="topk None: must be given"):
+            winnow.window_indices(packing, ratio=2, key_offset=8)
+        assert winnow.window_indices(packing, window=3).indices.tolist() == [[5, 6, 7]]

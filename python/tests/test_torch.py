@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""winnow inside PyTorch's machinery: torch.compile, checkpointing, DLPack, tensor parallelism."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo.testing
+from cases import Random, assert_equal, assert_near, bf16, f32, f64, offsets
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import winnow
+from winnow import _lib, automodel
+
+SCALE = 0.25
+
+
+def step(q, kv, sink, w_v, index_q, index_k, weights, packing: winnow.Packing) -> Tensor:
+    """A training step that uses everything which is differentiable."""
+    selection = winnow.index_topk(index_q, index_k, weights, packing, topk=4)
+    out, lse, _ = winnow.sparse_attention(
+        q, kv, selection.indices, v_dim=8, scale=SCALE, sink=sink, lengths=selection.lengths
+    )
+    values = winnow.value_projection(out, w_v)
+    pools = winnow.window_indices(packing, window=3, ratio=2, key_offset=q.shape[0])
+    keys = torch.cat([kv, 0.5 * (kv[::2] + kv[1::2])])
+    pooled = winnow.sparse_attention(q, keys, pools.indices, sink=sink, lengths=pools.lengths)
+    attention = {"scale": SCALE, "sink": sink.detach()}
+    return (
+        values.square().sum()
+        + pooled.out.sum()
+        + winnow.index_loss(selection, q, kv, lse, **attention)
+        + winnow.dense_index_loss(q, kv, index_q, index_k, weights, packing, **attention)
+    )
+
+
+def inputs(lengths: list[int], dtype=f32) -> tuple[list[Tensor], winnow.Packing]:
+    random = Random(sum(lengths))
+    tokens, low = sum(lengths), f64 if dtype == f64 else f32
+    tensors = [
+        random.normal(tokens, 3, 16, dtype=dtype),
+        random.normal(tokens, 16, dtype=dtype),
+        random.normal(3, dtype=low),
+        random.normal(3, 5, 8, dtype=dtype),
+        random.normal(tokens, 2, 8, dtype=dtype),
+        random.normal(tokens, 8, dtype=dtype),
+        random.normal(tokens, 2, dtype=low),
+    ]
+    return [x.requires_grad_() for x in tensors], winnow.Packing(offsets(lengths))
+
+
+def value_and_gradients(function, tensors, packing) -> list[Tensor]:
+    loss = function(*tensors, packing)
+    return [loss.detach(), *torch.autograd.grad(loss, tensors)]
+
+
+# The first has sizes of its own: Dynamo takes sizes that are equal by chance for one.
+PACKED_LENGTHS = [[2, 3, 1, 2, 1, 3], [6, 8], [3, 4, 9, 4], [30]]
+
+
+class TestCompile:
+    @pytest.fixture(autouse=True)
+    def _reset(self):
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("dtype", [f32, bf16])
+    def test_one_graph_serves_every_packed_length(self, dtype):
+        graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=graphs)
+        counts = []
+        for lengths in PACKED_LENGTHS:
+            call = inputs(lengths, dtype)
+            expected = value_and_gradients(step, *call)
+            for a, b in zip(value_and_gradients(compiled, *call), expected, strict=True):
+                assert_equal(a, b)
+            counts.append(graphs.frame_count)
+        assert counts[0] > 0 and len(set(counts)) == 1
+
+    def test_lengths_become_dynamic_by_themselves(self):
+        graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(step, fullgraph=True, backend=graphs)
+        for lengths in PACKED_LENGTHS[:2]:
+            value_and_gradients(compiled, *inputs(lengths))
+        compilations = graphs.frame_count
+        for lengths in PACKED_LENGTHS[2:]:
+            value_and_gradients(compiled, *inputs(lengths))
+        assert graphs.frame_count == compilations
+
+    def test_inductor(self):
+        compiled = torch.compile(step, fullgraph=True, dynamic=True)
+        for lengths in PACKED_LENGTHS[:2]:
+            call = inputs(lengths)
+            expected = value_and_gradients(step, *call)
+            for a, b in zip(value_and_gradients(compiled, *call), expected, strict=True):
+                assert_near(a, b.to(f64), 1e-5)
+
+    def test_windows_and_offsets_can_be_made_inside(self):
+        def chosen(q, k, weights, cu_seqlens):
+            packing = winnow.Packing(cu_seqlens, tokens=q.shape[0])
+            return winnow.index_topk(q, k, weights, packing, topk=3).indices
+
+        compiled = torch.compile(chosen, fullgraph=True, dynamic=True, backend="aot_eager")
+        for lengths in PACKED_LENGTHS:
+            (*_, q, k, weights), packing = inputs(lengths)
+            expected = chosen(q, k, weights, packing.cu_seqlens)
+            assert_equal(compiled(q, k, weights, packing.cu_seqlens), expected)
+
+    def test_automodel(self):
+        def attention(q, kv, sink, indices):
+            whole = automodel.sparse_attn_tilelang(q, kv, sink, indices)
+            return whole + automodel.sparse_attn_tilelang_head_chunked(q, kv, sink, indices, 2)
+
+        compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+        random = Random(1)
+        for tokens in (6, 9):
+            q, kv = random.normal(2, tokens, 3, 16, dtype=f32), random.normal(2, 7, 16, dtype=f32)
+            tensors = [x.requires_grad_() for x in (q, kv, random.normal(3, dtype=f32))]
+            indices = random.lists(2 * tokens, 4, 7).reshape(2, tokens, 4)
+            results = []
+            for function in (attention, compiled):
+                out = function(*tensors, indices)
+                results.append([out.detach(), *torch.autograd.grad(out.sum(), tensors)])
+            for a, b in zip(*results, strict=True):
+                assert_equal(a, b)
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[str]:
+    """Names of the ops that the library ran."""
+    names: list[str] = []
+    run = _lib.run_allocating
+    monkeypatch.setattr(
+        _lib, "run_allocating", lambda op, *a, **o: (names.append(op), run(op, *a, **o))
+    )
+    return names
+
+
+class TestCheckpointing:
+    def gradients(self, **options):
+        """Of one layer under checkpointing with these options, or without it."""
+        tensors, packing = inputs([5, 7])
+        layer = partial(checkpoint, step, use_reentrant=False, **options) if options else step
+        return value_and_gradients(layer, tensors, packing)
+
+    def test_stored_indices_are_replayed(self, ran):
+        expected = self.gradients()
+        ran.clear()
+        actual = self.gradients(context_fn=winnow.keep_selections)
+        for a, b in zip(actual, expected, strict=True):
+            assert_equal(a, b)
+        assert ran.count("index_topk_forward") == 1
+        assert ran.count("sparse_attention_forward") == 4  # two, and two again in backward
+
+    def test_compiled_layers_replay_them_too(self, ran):
+        expected = self.gradients()
+        ran.clear()
+        tensors, packing = inputs([5, 7])
+
+        def layer(*args):
+            return checkpoint(step, *args, use_reentrant=False, context_fn=winnow.keep_selections)
+
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for a, b in zip(value_and_gradients(compiled, tensors, packing), expected, strict=True):
+            assert_equal(a, b)
+        assert ran.count("index_topk_forward") == 1
+        assert ran.count("sparse_attention_forward") == 4
+        torch._dynamo.reset()
+
+    def test_without_them_the_same_keys_are_chosen_again(self, ran):
+        expected = self.gradients()
+        ran.clear()
+        for a, b in zip(self.gradients(preserve_rng_state=False), expected, strict=True):
+            assert_equal(a, b)
+        assert ran.count("index_topk_forward") == 2
+
+    def test_layers_that_share_indices(self, ran):
+        """A layer without an indexer takes the indices of another as an ordinary tensor."""
+        (q, kv, *_, index_q, index_k, weights), packing = inputs([5, 7])
+        selection = winnow.index_topk(index_q, index_k, weights, packing, topk=4)
+
+        def shared(q, kv):
+            return winnow.sparse_attention(q, kv, selection.indices).out
+
+        expected = torch.autograd.grad(shared(q, kv).sum(), (q, kv))
+        out = checkpoint(shared, q, kv, use_reentrant=False)
+        for a, b in zip(torch.autograd.grad(out.sum(), (q, kv)), expected, strict=True):
+            assert_equal(a, b)
+        assert ran.count("index_topk_forward") == 1
+
+
+class ForeignArray:
+    """An array that speaks nothing but DLPack."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **options):
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+
+class TestDLPack:
+    @pytest.mark.parametrize("wrap", [Tensor.numpy, ForeignArray])
+    def test_arrays_give_what_tensors_give(self, wrap):
+        tensors, packing = inputs([5, 7])
+        q, kv, sink, w_v, index_q, index_k, weights = (x.detach() for x in tensors)
+
+        def run(convert):
+            indexer = map(convert, (index_q, index_k, weights))
+            made = winnow.Packing(convert(packing.cu_seqlens))
+            selection = winnow.index_topk(*indexer, made, topk=4)
+            attention = winnow.sparse_attention(
+                convert(q), convert(kv), convert(selection.indices), sink=convert(sink)
+            )
+            values = winnow.value_projection(convert(attention.out[..., :8]), convert(w_v))
+            loss = winnow.index_loss(
+                selection, convert(q), convert(kv), convert(attention.lse), scale=SCALE
+            )
+            dense = winnow.dense_index_loss(
+                *map(convert, (q, kv, index_q, index_k, weights)), made, scale=SCALE
+            )
+            return [
+                *selection,
+                *attention[:2],
+                values,
+                loss,
+                dense,
+                *winnow.quantize_fp8(convert(q)),
+            ]
+
+        for a, b in zip(run(wrap), run(lambda x: x), strict=True):
+            assert_equal(a, b)
+
+    def test_results_are_arrays_without_a_copy(self):
+        q, kv = np.ones((3, 2, 16), np.float32), np.ones((4, 16), np.float32)
+        out = winnow.sparse_attention(q, kv, np.zeros((3, 2), np.int32)).out
+        array = np.from_dlpack(out)
+        assert array.ctypes.data == out.data_ptr() and (array == 1).all()
+
+    def test_strides_are_kept(self):
+        random = Random(2)
+        wide = random.normal(6, 40, dtype=f32).numpy()
+        q, indices = random.normal(3, 2, 16, dtype=f32).numpy(), np.zeros((3, 2), np.int32)
+        strided = winnow.sparse_attention(q, wide[::2, 8:24], indices).out
+        dense = winnow.sparse_attention(q, wide[::2, 8:24].copy(), indices).out
+        assert_equal(strided, dense)
+
+    def test_lists_are_no_arrays(self):
+        with pytest.raises(TypeError, match="quantize_fp8: x is a list: must be a tensor, or an"):
+            winnow.quantize_fp8([[1.0]])
+
+
+def heads_of_a_rank(rank: int, store: str, results) -> None:
+    """One of two ranks, each with half of the heads: the loss of all heads, and its gradient."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+    (q, kv, *_, index_q, index_k, weights), packing = inputs([5, 7], f64)
+    q = torch.cat([q, q.flip(0)], 1)[:, 3 * rank : 3 * rank + 3]
+    selection = winnow.index_topk(index_q, index_k, weights, packing, topk=4)
+    lse = winnow.sparse_attention(q, kv, selection.indices).lse
+    group = torch.distributed.group.WORLD
+    loss = winnow.index_loss(selection, q, kv, lse, scale=SCALE, head_group=group)
+    (d_weights,) = torch.autograd.grad(loss, weights)
+    results.put((rank, loss.item(), d_weights.numpy()))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_heads_that_are_split_over_ranks(tmp_path):
+    (q, kv, *_, index_q, index_k, weights), packing = inputs([5, 7], f64)
+    q = torch.cat([q, q.flip(0)], 1)
+    selection = winnow.index_topk(index_q, index_k, weights, packing, topk=4)
+    lse = winnow.sparse_attention(q, kv, selection.indices).lse
+    loss = winnow.index_loss(selection, q, kv, lse, scale=SCALE)
+    (d_weights,) = torch.autograd.grad(loss, weights)
+
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=heads_of_a_rank, args=(rank, str(tmp_path / "store"), results))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    found = [results.get(timeout=120) for _ in ranks]
+    for process in ranks:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    for _, actual, gradient in found:
+        assert math.isclose(actual, loss.item(), rel_tol=1e-10)
+        assert_near(torch.from_numpy(gradient), d_weights)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs here, how exactly, how fast. Exit code 0: fine; 1: something failed; 2: a bad word."""
+
+import argparse
+import sys
+
+import torch
+
+import winnow
+from winnow import _bench, _check, _lib
+
+
+def _info() -> None:
+    print(f"winnow {winnow.__version__}, torch {torch.__version__}")
+    print(f"library {_lib.path}")
+    for backend in ("reference", "cpu", "cuda"):
+        reason = _lib.backend_why_not(backend)
+        print(f"{backend:10} {'no:  ' + reason if reason else 'yes: ' + _lib.backends()[backend]}")
+
+
+def _add(commands, name: str, help: str, operators: list[str]) -> None:
+    command = commands.add_parser(name, help=help)
+    command.add_argument(
+        "operators", nargs="*", metavar="OP", help=f"some of {', '.join(operators)}; default: all"
+    )
+    command.add_argument("--device", choices=("cpu", "cuda"), help="default: the backend's, or cpu")
+    command.add_argument(
+        "--backend",
+        choices=("reference", "cpu", "cuda"),
+        help="default: the fastest that reaches the device",
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m winnow", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="version, library and backends")
+    operators = {"check": list(_check.CHECKS), "bench": list(_bench.NAMES)}
+    _add(commands, "check", "compare every function with plain torch in double", operators["check"])
+    _add(commands, "bench", "time calls through PyTorch, and the host's share", operators["bench"])
+    given = parser.parse_args(arguments)
+    if given.command == "info":
+        _info()
+        return 0
+    names = given.operators or operators[given.command]
+    if unknown := sorted(set(names) - set(operators[given.command])):
+        parser.error(f"no operator {', '.join(unknown)}")
+    device = given.device or ("cuda" if given.backend == "cuda" else "cpu")
+    for backend in {device, given.backend} - {None}:
+        if reason := _lib.backend_why_not(backend):
+            parser.error(reason)
+    if given.command == "check":
+        return 0 if _check.run(names, device, given.backend) else 1
+    _bench.run(names, device, given.backend)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

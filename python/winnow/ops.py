@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.ops.winnow.*: the library's operators as PyTorch's dispatcher knows them.
+
+Every operator is a function of its inputs: it makes its outputs, and its workspace, with torch's
+allocator, and runs on the current stream. Its kernels for CPU and CUDA tensors, its shapes for
+torch.compile and `why_not` all come from one Python function that makes the outputs.
+
+The operators are not differentiable; the functions of `winnow.functional` are. (An autograd
+Function around an operator adds a fifth of what torch.library.register_autograd adds to a call.)
+"""
+
+import inspect
+from collections.abc import Callable
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from winnow import _lib
+
+Outputs = dict[str, Tensor | None]  # None: not asked for
+Results = Tensor | tuple[Tensor | None, ...]
+Fields = dict[str, Any]
+
+_library = torch.library.Library("winnow", "DEF")
+_calls: dict[str, tuple[str, Callable[..., tuple[Results, Fields]]]] = {}
+
+
+def _operator(inputs: str, outputs: str, struct: str | None = None, **constants: Any):
+    """Registers torch.ops.winnow.<name> for a function of that name which makes the outputs.
+
+    Behind it stands the op `struct` of the library, by default of the same name. The inputs that
+    are fields of its argument struct, the outputs and the constants make up a call.
+    """
+
+    def register(make_outputs: Callable[..., Outputs]) -> Callable[..., Outputs]:
+        name = make_outputs.__name__
+        op = struct or name
+        parameters = tuple(inspect.signature(make_outputs).parameters)
+        are_fields = tuple(word in _lib.field_names(op) for word in parameters)
+
+        def describe(*args: Any) -> tuple[Results, Fields]:
+            made = make_outputs(*args)
+            fields = dict(compress(zip(parameters, args, strict=False), are_fields))
+            fields |= made
+            fields |= constants
+            results = tuple(made.values())
+            return results[0] if len(results) == 1 else results, fields
+
+        def run(*args: Any, backend: str = "automatic", deterministic: bool = False) -> Results:
+            results, fields = describe(*args)
+            device = args[0].device
+            _lib.run_allocating(
+                op,
+                fields,
+                lambda size: torch.empty(size, dtype=torch.uint8, device=device),
+                backend,
+                torch.cuda.current_stream(device).cuda_stream if args[0].is_cuda else 0,
+                torch.get_num_threads(),
+                deterministic or torch.are_deterministic_algorithms_enabled(),
+            )
+            return results
+
+        def fake(*args: Any, backend: str = "automatic", deterministic: bool = False) -> Results:
+            return describe(*args)[0]
+
+        options = "str backend='automatic', bool deterministic=False"
+        schema = f"{name}({inputs}, *, {options}) -> {outputs}"
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for device in ("CPU", "CUDA"):
+            _library.impl(name, run, device)
+        torch.library.register_fake(f"winnow::{name}", fake, lib=_library)
+        _calls[name] = op, describe
+        return make_outputs
+
+    return register
+
+
+class _Asking(TorchDispatchMode):
+    """Inside it operators do not run: it notes why they could not.
+
+    A mode, because autograd hands modes on to the threads that run backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "winnow":
+            return func(*args, **(kwargs or {}))
+        execution = _lib.execution(threads=torch.get_num_threads(), **(kwargs or {}))
+        op, describe = _calls[func._opname]
+        results, fields = describe(*args)
+        if reason := _lib.why_not(op, execution, **fields):
+            self.reasons.append(f"{op}: {reason}")
+        # The next operator looks at the contents of these.
+        for tensor in results if isinstance(results, tuple) else (results,):
+            if tensor is not None:
+                tensor.zero_()
+        return results
+
+
+def why_not(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
+    """Empty if `function(*args, **kwargs)` can run here, else sentences that say why not.
+
+    `function` is one of winnow's, or one that calls them; no operator runs. Where an argument
+    requires gradients, backward is asked for too. A call that is legal nowhere raises ValueError,
+    as it does without the question.
+
+        winnow.why_not(winnow.sparse_attention, q, kv, indices, backend="cuda")
+    """
+    with _Asking() as asking:
+        results = function(*args, **kwargs)
+        results = results if isinstance(results, tuple) else (results,)
+        outputs, inputs = (
+            [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+            for tensors in (results, (*args, *kwargs.values()))
+        )
+        if outputs and inputs:
+            gradients = [torch.zeros_like(x) for x in outputs]
+            torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    return "; ".join(asking.reasons)
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    """The dtype of lse, sink, weights and scores beside x."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _sum_over_rows(x: Tensor) -> Tensor:
+    """A gradient to which many rows add: the library adds to one of the accumulation type, and
+    overwrites another with sums that it rounds once."""
+    accumulates = x.dtype == _accumulator(x)
+    return torch.zeros_like(x, memory_format=torch.contiguous_format) if accumulates else _like(x)
+
+
+# Shapes are taken by slices below: a tensor with too few dimensions shall reach the library, which
+# says what is wrong with it.
+
+
+@_operator(
+    "Tensor cu_seqlens, Tensor? cu_seqlens_padded, Tensor? query_rows, SymInt tokens, "
+    "int ratio=1, str padding_rows='empty'",
+    "(Tensor begin, Tensor end)",
+)
+def key_windows(
+    cu_seqlens, cu_seqlens_padded, query_rows, tokens, ratio=1, padding_rows="empty"
+) -> Outputs:
+    return {name: cu_seqlens.new_empty(tokens, dtype=torch.int32) for name in ("begin", "end")}
+
+
+@_operator(
+    "Tensor cu_seqlens, Tensor? cu_seqlens_padded, Tensor? query_rows, Tensor? pool_ids, "
+    "SymInt tokens, SymInt topk, int window=0, int ratio=0, SymInt key_offset=0",
+    "(Tensor indices, Tensor lengths)",
+)
+def window_indices(
+    cu_seqlens,
+    cu_seqlens_padded,
+    query_rows,
+    pool_ids,
+    tokens,
+    topk,
+    window=0,
+    ratio=0,
+    key_offset=0,
+) -> Outputs:
+    return {
+        "indices": cu_seqlens.new_empty((tokens, topk), dtype=torch.int32),
+        "lengths": cu_seqlens.new_empty(tokens, dtype=torch.int32),
+    }
+
+
+@_operator(
+    "Tensor q, Tensor k, Tensor weights, Tensor? k_scale, Tensor begin, Tensor end, SymInt topk, "
+    "str order='ascending', bool with_scores=True",
+    "(Tensor indices, Tensor lengths, Tensor? scores)",
+)
+def index_topk_forward(
+    q, k, weights, k_scale, begin, end, topk, order="ascending", with_scores=True
+) -> Outputs:
+    tokens = q.shape[:1]
+    return {
+        "indices": q.new_empty((*tokens, topk), dtype=torch.int32),
+        "lengths": q.new_empty(tokens, dtype=torch.int32),
+        "scores": weights.new_empty((*tokens, topk)) if with_scores else None,
+    }
+
+
+@_operator(
+    "Tensor q, Tensor k, Tensor weights, Tensor? k_scale, Tensor begin, Tensor end, "
+    "Tensor indices, Tensor? lengths",
+    "Tensor",
+    struct="index_topk_forward",
+    replay=True,
+)
+def index_topk_replay(q, k, weights, k_scale, begin, end, indices, lengths) -> Outputs:
+    return {"scores": weights.new_empty(indices.shape)}
+
+
+@_operator(
+    "Tensor q, Tensor k, Tensor weights, Tensor begin, Tensor end, Tensor indices, "
+    "Tensor? lengths, Tensor d_scores",
+    "(Tensor d_q, Tensor d_k, Tensor d_weights)",
+)
+def index_topk_backward(q, k, weights, begin, end, indices, lengths, d_scores) -> Outputs:
+    return {"d_q": _like(q), "d_k": _sum_over_rows(k), "d_weights": _like(weights)}
+
+
+@_operator(
+    "Tensor q, Tensor kv, Tensor indices, Tensor? lengths, Tensor? sink, SymInt v_dim, "
+    "float scale, bool with_max_logits=False",
+    "(Tensor out, Tensor lse, Tensor? max_logits)",
+)
+def sparse_attention_forward(
+    q, kv, indices, lengths, sink, v_dim, scale, with_max_logits=False
+) -> Outputs:
+    rows, dtype = q.shape[:-1], _accumulator(q)
+    return {
+        "out": q.new_empty((*rows, v_dim)),
+        "lse": q.new_empty(rows, dtype=dtype),
+        "max_logits": q.new_empty(rows, dtype=dtype) if with_max_logits else None,
+    }
+
+
+@_operator(
+    "Tensor q, Tensor kv, Tensor indices, Tensor? lengths, Tensor? sink, Tensor out, Tensor lse, "
+    "Tensor d_out, Tensor? d_lse, float scale, int max_heads_per_pass=0",
+    "(Tensor d_q, Tensor d_kv, Tensor? d_sink)",
+)
+def sparse_attention_backward(
+    q, kv, indices, lengths, sink, out, lse, d_out, d_lse, scale, max_heads_per_pass=0
+) -> Outputs:
+    return {
+        "d_q": _like(q),
+        "d_kv": _sum_over_rows(kv),
+        "d_sink": None if sink is None else torch.zeros_like(sink),
+    }
+
+
+@_operator("Tensor out, Tensor w_v", "Tensor")
+def value_projection_forward(out, w_v) -> Outputs:
+    return {"out_v": out.new_empty((*out.shape[:-1], *w_v.shape[1:2]))}
+
+
+@_operator("Tensor out, Tensor w_v, Tensor d_out_v", "(Tensor d_out, Tensor d_w_v)")
+def value_projection_backward(out, w_v, d_out_v) -> Outputs:
+    return {"d_out": _like(out), "d_w_v": _sum_over_rows(w_v)}
+
+
+@_operator(
+    "Tensor q, Tensor kv, Tensor indices, Tensor? lengths, Tensor? sink, Tensor lse, "
+    "float scale, SymInt key_offset=0",
+    "Tensor",
+)
+def index_target(q, kv, indices, lengths, sink, lse, scale, key_offset=0) -> Outputs:
+    return {"target": lse.new_empty(indices.shape)}
+
+
+@_operator(
+    "Tensor indices, Tensor? lengths, Tensor scores, Tensor target",
+    "(Tensor loss, Tensor d_scores)",
+)
+def index_loss(indices, lengths, scores, target) -> Outputs:
+    return {"loss": scores.new_empty(scores.shape[:1]), "d_scores": _like(scores)}
+
+
+@_operator(
+    "Tensor q, Tensor kv, Tensor? sink, Tensor index_q, Tensor index_k, Tensor weights, "
+    "Tensor begin, Tensor end, float scale, SymInt key_offset=0",
+    "(Tensor loss, Tensor lse)",
+)
+def dense_index_loss_forward(
+    q, kv, sink, index_q, index_k, weights, begin, end, scale, key_offset=0
+) -> Outputs:
+    dtype = _accumulator(q)
+    return {
+        "loss": q.new_empty(q.shape[:1], dtype=dtype),
+        "lse": q.new_empty(q.shape[:-1], dtype=dtype),
+    }
+
+
+@_operator(
+    "Tensor q, Tensor kv, Tensor? sink, Tensor index_q, Tensor index_k, Tensor weights, "
+    "Tensor begin, Tensor end, Tensor lse, Tensor d_loss, float scale, SymInt key_offset=0",
+    "(Tensor d_index_q, Tensor d_index_k, Tensor d_weights)",
+)
+def dense_index_loss_backward(
+    q, kv, sink, index_q, index_k, weights, begin, end, lse, d_loss, scale, key_offset=0
+) -> Outputs:
+    return {
+        "d_index_q": _like(index_q),
+        "d_index_k": _sum_over_rows(index_k),
+        "d_weights": _like(weights),
+    }
+
+
+@_operator("Tensor x, bool power_of_two=False", "(Tensor values, Tensor scale)")
+def quantize_fp8(x, power_of_two=False) -> Outputs:
+    return {
+        "values": x.new_empty(x.shape, dtype=torch.float8_e4m3fn),
+        "scale": x.new_empty(x.shape[:-1], dtype=torch.float32),
+    }
