@@ -80,16 +80,27 @@ Tile choose_tile(const SparseAttentionBackward& args) {
   const auto qk_dim = static_cast<int>(args.q.shape[2]);
   const auto v_dim = static_cast<int>(args.out.shape[2]);
   const auto limit = static_cast<std::size_t>(device_properties(args.q.device).shared_bytes);
+  const auto with_bytes = [&](Tile tile) {
+    tile.shared_bytes = shared_bytes_of<T>(tile, qk_dim, v_dim);
+    return tile;
+  };
   int most_heads = 16;
   if (sizeof(T) == 2 && heads > 16) most_heads = heads > 32 && qk_dim <= 512 ? 64 : 32;
   for (int rows = most_heads; rows >= 16; rows /= 2) {
-    for (Tile tile : {Tile{rows, 64, 2}, Tile{rows, 64, 1}, Tile{rows, 32, 1}, Tile{rows, 16, 1}}) {
-      tile.shared_bytes = shared_bytes_of<T>(tile, qk_dim, v_dim);
-      // Narrow tiles leave warps without work: fewer heads come first.
-      if (tile.shared_bytes <= limit && (tile.keys > 16 || rows == 16)) return tile;
-    }
+    // A second stage is worth less than another block on the multiprocessor.
+    const std::size_t most_blocks = rows > 16 ? 2 : qk_dim > 128 ? 3 : 4;
+    const auto blocks = [&](const Tile& tile) {
+      return std::min(limit / tile.shared_bytes, most_blocks);
+    };
+    const Tile one = with_bytes({rows, 64, 1});
+    const Tile two = with_bytes({rows, 64, 2});
+    if (blocks(two) > 0 && blocks(two) == blocks(one)) return two;
+    if (blocks(one) > 0) return one;
+    const Tile narrow = with_bytes({rows, 32, 1});
+    if (blocks(narrow) > 0) return narrow;
   }
-  return {};
+  const Tile narrowest = with_bytes({16, 16, 1});
+  return narrowest.shared_bytes <= limit ? narrowest : Tile{};
 }
 
 Tile choose_tile(const SparseAttentionBackward& args) {
@@ -114,6 +125,7 @@ Kernel choose_kernel(const Tile& tile, int qk_dim) {
                          : sparse_attention_backward_general_kernel<T, 32, 8>;
     }
   }
+  if (pairs <= 8) return sparse_attention_backward_general_kernel<T, 16, 2>;
   if (pairs <= 16) return sparse_attention_backward_general_kernel<T, 16, 4>;
   return pairs <= 32 ? sparse_attention_backward_general_kernel<T, 16, 8>
                      : sparse_attention_backward_general_kernel<T, 16, 16>;
