@@ -64,15 +64,17 @@ Values values_of(const Buffer& buffer) {
 /// own memory and with the caller's.
 template <class Args>
 void expect_same_from_a_graph(const Args& args, std::vector<Buffer*> outputs) {
-  harness::run(args, {.backend = Backend::cuda});
+  const Execution direct{.backend = Backend::cuda, .deterministic = true};
+  harness::run(args, direct);
   std::vector<Values> expected;
   for (const Buffer* output : outputs) expected.push_back(values_of(*output));
-  const std::size_t bytes = workspace_bytes(args, {.backend = Backend::cuda});
+  const std::size_t bytes = workspace_bytes(args, direct);
   const Buffer workspace(kDevice, DType::i32, {static_cast<std::int64_t>(bytes / 4) + 1});
   for (const bool with_workspace : {false, true}) {
     for (Buffer* output : outputs) output->poison();
     run_as_graph([&](cudaStream_t stream) {
-      Execution execution{.backend = Backend::cuda, .stream = stream};
+      Execution execution = direct;
+      execution.stream = stream;
       if (with_workspace) {
         execution.workspace = workspace.tensor().data;
         execution.workspace_bytes = bytes;
@@ -128,6 +130,61 @@ TEST_F(CapturedCalls, OfAttention) {
 TEST_F(CapturedCalls, OfTheValueProjection) {
   const harness::ValueProjectionWork work(cases()[0], {.device = kDevice}, 1);
   expect_same_from_a_graph(work.forward, {&work.out_v});
+  expect_same_from_a_graph(work.backward_rounded, {&work.d_out, &work.d_w_v_rounded});
+}
+
+// Of gradients of keys those that are overwritten: others would be added to by every launch.
+TEST_F(CapturedCalls, OfGradients) {
+  for (const harness::Case& c : cases()) {
+    const harness::SparseAttentionWork attention(c, {.device = kDevice}, 1);
+    harness::run(attention.forward, {.backend = Backend::cuda});
+    expect_same_from_a_graph(attention.backward_rounded, {&attention.d_q, &attention.d_kv_rounded});
+    const harness::IndexTopkWork indexer(c, {.device = kDevice}, 1);
+    expect_same_from_a_graph(indexer.replay_backward,
+                             {&indexer.d_q, &indexer.d_weights, &indexer.d_k_rounded});
+  }
+}
+
+TEST_F(CapturedCalls, OfTheTrainingOfTheIndexer) {
+  const harness::Case c = cases()[0];
+  const harness::IndexTargetWork target(c, {.device = kDevice}, 1);
+  expect_same_from_a_graph(target.args, {&target.target});
+  const harness::IndexLossWork loss(c, {.device = kDevice}, 1);
+  expect_same_from_a_graph(loss.args, {&loss.loss, &loss.d_scores});
+  const harness::DenseIndexLossWork dense(c, {.device = kDevice}, 1);
+  expect_same_from_a_graph(dense.forward, {&dense.loss, &dense.lse});
+  expect_same_from_a_graph(dense.backward_rounded,
+                           {&dense.d_index_q, &dense.d_weights, &dense.d_index_k_rounded});
+  const harness::QuantizeFp8Work fp8(c, {.device = kDevice}, 1);
+  expect_same_from_a_graph(fp8.of_keys, {&fp8.key_values, &fp8.key_scale});
+}
+
+TEST_F(OnCuda, DeterministicGradientsAreTheSameBitsAHundredTimes) {
+  harness::Case c = harness::find_case("deepseek-v4-flash");
+  c.tokens = 200;
+  c.rows = 512;
+  c.heads = 72;
+  c.topk = 128 + 64;
+  c.scale = 0.05F;
+  for (const std::int64_t qk_dim : {512, 576}) {
+    c.qk_dim = qk_dim;
+    const harness::SparseAttentionWork work(c, {.device = kDevice}, 1);
+    const Values d_kv_before = work.d_kv.download();
+    const Values d_sink_before = work.d_sink.download();
+    harness::run(work.forward, {.backend = Backend::cuda});
+    Values d_kv, d_sink;
+    for (int run = 0; run < 100; ++run) {
+      work.d_kv.upload(d_kv_before);
+      work.d_sink.upload(d_sink_before);
+      harness::run(work.backward, {.backend = Backend::cuda, .deterministic = true});
+      if (run == 0) {
+        d_kv = work.d_kv.download();
+        d_sink = work.d_sink.download();
+      }
+      ASSERT_TRUE(same_bits(work.d_kv.download(), d_kv)) << "run " << run;
+      ASSERT_TRUE(same_bits(work.d_sink.download(), d_sink)) << "run " << run;
+    }
+  }
 }
 
 /// Bytes of the device that are not free.

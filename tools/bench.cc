@@ -6,7 +6,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <thread>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -29,6 +29,22 @@ namespace {
 constexpr char kDefaultCase[] = "glm-5.2";
 constexpr char kDefaultCaseWithWindow[] = "deepseek-v4-flash";
 
+/// What is timed where neither an operator nor a case is asked for.
+struct Listed {
+  std::string_view op;
+  const char* name_of_case;
+  std::int64_t keys = 0;    // 0: the case's
+  std::int64_t tokens = 0;  // 0: as many as fit the time
+};
+constexpr Listed kList[] = {
+    {"key_windows", kDefaultCase},      {"window_indices", kDefaultCaseWithWindow},
+    {"index_topk", kDefaultCase, 4096}, {"index_topk", kDefaultCase, 32768},
+    {"sparse_attention", kDefaultCase}, {"sparse_attention", kDefaultCaseWithWindow},
+    {"value_projection", kDefaultCase}, {"index_target", kDefaultCase},
+    {"index_loss", kDefaultCase},       {"dense_index_loss", kDefaultCase, 2048, 2048},
+    {"quantize_fp8", kDefaultCase},
+};
+
 struct Options {
   std::string op;
   std::string name_of_case;
@@ -36,10 +52,13 @@ struct Options {
   std::string slots = "ascending";
   bool forward = false;
   bool backward = false;
+  bool scaling = false;
   int threads = 0;
   int repeats = 5;
   std::uint64_t seed = 1;
-  std::optional<std::int64_t> tokens, keys, heads, qk_dim, v_dim, topk, index_heads, index_dim;
+  bool deterministic = false;
+  std::int64_t limit_mib = 0;  // 0: the default of Execution
+  std::optional<std::int64_t> tokens, keys, documents, heads, qk_dim, v_dim, topk, index_heads, index_dim;
   CLI::Option* json = nullptr;
   std::string json_file;  // empty: stdout
 };
@@ -48,6 +67,7 @@ harness::Case with_sizes(harness::Case c, const Options& options) {
   const std::pair<std::int64_t&, const std::optional<std::int64_t>&> sizes[] = {
       {c.tokens, options.tokens},
       {c.rows, options.keys},
+      {c.documents, options.documents},
       {c.heads, options.heads},
       {c.qk_dim, options.qk_dim},
       {c.v_dim, options.v_dim},
@@ -64,98 +84,136 @@ harness::Case with_sizes(harness::Case c, const Options& options) {
   return c;
 }
 
-/// The plans for all ops asked for; without a case each op gets one that has it.
+Plan plan_of(std::string_view op, const harness::Case& c, const Options& options) {
+  return {.op = op,
+          .c = with_sizes(c, options),
+          .choose_tokens = !options.tokens.has_value(),
+          .scaling = options.scaling,
+          .direction = options.forward == options.backward ? Direction::both
+                       : options.forward                   ? Direction::forward
+                                                           : Direction::backward,
+          .repeats = options.repeats,
+          .seed = options.seed};
+}
+
+std::vector<Plan> listed_plans(const Options& options) {
+  std::vector<Plan> plans;
+  for (const Listed& each : kList) {
+    harness::Case c = harness::find_case(each.name_of_case);
+    if (each.keys > 0) c.rows = each.keys;
+    c.tokens = each.tokens > 0 ? each.tokens : std::min(c.tokens, c.rows);
+    Plan& plan = plans.emplace_back(plan_of(each.op, c, options));
+    plan.choose_tokens = plan.choose_tokens && each.tokens == 0;
+  }
+  return plans;
+}
+
+/// The plans for all ops asked for; without a case an op gets one that has it.
 std::vector<Plan> plans_of(const Options& options) {
+  const bool any_case = options.name_of_case.empty();
+  if (any_case && options.op.empty()) return listed_plans(options);
   std::vector<Plan> plans;
   for (const std::string_view op : op_words(options.op)) {
-    const bool any_case = options.name_of_case.empty();
     const harness::Case* c =
         &harness::find_case(any_case ? kDefaultCase : options.name_of_case.c_str());
     if (any_case && !harness::missing(op, *c).empty())
       c = &harness::find_case(kDefaultCaseWithWindow);
     const std::string reason = harness::missing(op, *c);
     if (!reason.empty() && !options.op.empty()) throw std::invalid_argument(reason);
-    if (!reason.empty()) continue;
-    plans.push_back({.op = op,
-                     .c = with_sizes(*c, options),
-                     .choose_tokens = !options.tokens.has_value(),
-                     .direction = options.forward == options.backward ? Direction::both
-                                  : options.forward                   ? Direction::forward
-                                                                      : Direction::backward,
-                     .repeats = options.repeats,
-                     .seed = options.seed});
+    if (reason.empty()) plans.push_back(plan_of(op, *c, options));
   }
   return plans;
 }
 
 struct Results {
-  Backend backend{};
+  Execution execution;
   std::optional<MatrixProduct> product;
+  std::optional<MatrixProduct> one_thread_product;  // with --scaling
   std::vector<Measured> measured;
 };
 
-int thread_count(const Options& options) {
-  return options.threads > 0 ? options.threads
-                             : static_cast<int>(std::thread::hardware_concurrency());
+/// How many times faster all threads are than one; empty if that was not measured.
+std::string scaling_text(const Measured& each) {
+  return each.one_thread ? fmt::format("{:.2f}", each.one_thread->median / each.timing.median) : "";
 }
 
 /// The product is taken again before each op, so that one slow moment does not count for all.
-Results measure_all(const std::vector<Plan>& plans, const Options& options, Backend backend) {
-  Results results{.backend = backend, .product = {}, .measured = {}};
-  std::vector<MatrixProduct> products;
-  Progress progress(static_cast<double>(plans.size()));
-  for (const Plan& plan : plans) {
-    progress.begin("matrix product", 0);
-    if (auto product = matrix_product(harness::device_of(backend), thread_count(options)))
-      products.push_back(std::move(*product));
-    for (Measured& each :
-         benchmark(plan, {.backend = backend, .threads = options.threads}, progress))
-      results.measured.push_back(std::move(each));
-  }
-  if (products.empty()) return results;
+std::optional<MatrixProduct> middle_one(std::vector<MatrixProduct> products) {
+  if (products.empty()) return std::nullopt;
   const auto middle = products.begin() + static_cast<std::ptrdiff_t>(products.size() / 2);
   std::nth_element(products.begin(), middle, products.end(), [](const auto& a, const auto& b) {
     return a.flops_per_second < b.flops_per_second;
   });
-  results.product = *middle;
+  return *middle;
+}
+
+Results measure_all(const std::vector<Plan>& plans, const Execution& execution) {
+  Results results{.execution = execution, .product = {}, .one_thread_product = {}, .measured = {}};
+  const Device device = harness::device_of(execution.backend);
+  std::vector<MatrixProduct> products, one_thread_products;
+  Progress progress(static_cast<double>(plans.size()));
+  for (const Plan& plan : plans) {
+    progress.begin("matrix product", 0);
+    if (auto product = matrix_product(device, thread_count(execution)))
+      products.push_back(std::move(*product));
+    if (plan.scaling && one_thread_products.size() < 3)
+      if (auto product = matrix_product(device, 1))
+        one_thread_products.push_back(std::move(*product));
+    for (Measured& each : benchmark(plan, execution, progress))
+      results.measured.push_back(std::move(each));
+  }
+  results.product = middle_one(std::move(products));
+  results.one_thread_product = middle_one(std::move(one_thread_products));
   return results;
 }
 
 /// Of one case.
-void print_table(const std::vector<Measured>& measured,
-                 const std::optional<MatrixProduct>& product) {
+void print_table(const std::vector<Measured>& measured, const Results& results) {
   const harness::Case& c = measured.front().c;
-  fmt::print("\n{}, {}: {} keys\n  attention: {}\n  indexer: {}\n\n", c.name, name(c.dtype),
-             c.keys(), attention_text(c), indexer_text(c));
-  Table table({"<call", "queries", "time", "speed", "of product", "workspace"});
+  const bool scaling = std::any_of(measured.begin(), measured.end(), [](const Measured& each) {
+    return each.one_thread.has_value();
+  });
+  fmt::print("\n{}, {}\n  attention: {}\n  indexer: {}\n\n", c.name, name(c.dtype),
+             attention_text(c), indexer_text(c, /*with_keys=*/false));
+  Table table({"<call", "queries", "keys", "time", "speed", "of product", "workspace",
+               scaling ? "scaling" : ""});
   for (const Measured& each : measured) {
+    const std::string queries = fmt::to_string(each.c.tokens);
+    const std::string keys = fmt::to_string(each.c.keys());
     if (!each.why_not.empty()) {
-      table.add({each.call, fmt::to_string(each.c.tokens), "-", "", "", ""});
+      table.add({each.call, queries, keys, "-", "", "", "", ""});
       continue;
     }
     const double rate = each.flops / each.timing.median;
-    table.add(
-        {each.call, fmt::to_string(each.c.tokens), seconds_text(each.timing.median),
-         each.flops > 0 ? rate_text(rate) : "",
-         each.flops > 0 && product ? fmt::format("{:.3f}", rate / product->flops_per_second) : "",
-         bytes_text(static_cast<double>(each.workspace_bytes))});
+    const double product = results.product ? results.product->flops_per_second : 0;
+    table.add({each.call, queries, keys, seconds_text(each.timing.median),
+               each.flops > 0 ? rate_text(rate) : "",
+               each.flops > 0 && product > 0 ? fmt::format("{:.3f}", rate / product) : "",
+               bytes_text(static_cast<double>(each.workspace_bytes)), scaling_text(each)});
   }
   fmt::print("{}", table.text());
   for (const Measured& each : measured)
     if (!each.why_not.empty()) fmt::print("{}: {}\n", each.call, each.why_not);
 }
 
+std::string product_text(const Results& results) {
+  if (!results.product) return "unknown";
+  const double rate = results.product->flops_per_second;
+  std::string text = fmt::format("{}, {}", rate_text(rate), results.product->what);
+  if (results.one_thread_product)
+    text += fmt::format(", scaling {:.2f}", rate / results.one_thread_product->flops_per_second);
+  return text;
+}
+
 void print_text(const Results& results) {
-  fmt::print("backend         {}: {}\n", name(results.backend), describe(results.backend));
-  fmt::print("matrix product  {}\n",
-             results.product ? fmt::format("{}, {}", rate_text(results.product->flops_per_second),
-                                           results.product->what)
-                             : "unknown");
+  const Backend backend = results.execution.backend;
+  fmt::print("backend         {}: {}\n", name(backend), describe(backend));
+  fmt::print("matrix product  {}\n", product_text(results));
   for (std::vector<Measured> left = results.measured; !left.empty();) {
     const harness::Case c = left.front().c;
     const auto others = std::stable_partition(
         left.begin(), left.end(), [&](const Measured& each) { return each.c.name == c.name; });
-    print_table({left.begin(), others}, results.product);
+    print_table({left.begin(), others}, results);
     left.erase(left.begin(), others);
   }
 }
@@ -184,6 +242,10 @@ nlohmann::ordered_json json_of(const Results& results, const Options& options) {
     json["slowest_seconds"] = each.timing.slowest;
     json["repeats"] = each.timing.repeats;
     json["workspace_bytes"] = each.workspace_bytes;
+    if (each.one_thread) {
+      json["one_thread_median_seconds"] = each.one_thread->median;
+      json["scaling"] = each.one_thread->median / each.timing.median;
+    }
     if (each.flops == 0) continue;
     json["flops"] = each.flops;
     json["flops_per_second"] = each.flops / each.timing.median;
@@ -195,10 +257,12 @@ nlohmann::ordered_json json_of(const Results& results, const Options& options) {
   if (results.product)
     product = {{"flops_per_second", results.product->flops_per_second},
                {"what", results.product->what}};
+  if (results.product && results.one_thread_product)
+    product["one_thread_flops_per_second"] = results.one_thread_product->flops_per_second;
   return {{"version", version()},
-          {"backend", name(results.backend)},
-          {"runs_on", describe(results.backend)},
-          {"threads", thread_count(options)},
+          {"backend", name(results.execution.backend)},
+          {"runs_on", describe(results.execution.backend)},
+          {"threads", thread_count(results.execution)},
           {"slots", options.slots},
           {"matrix_product", std::move(product)},
           {"measured", std::move(measured)}};
@@ -206,13 +270,20 @@ nlohmann::ordered_json json_of(const Results& results, const Options& options) {
 
 void bench(const Options& options) {
   const Backend backend = backend_word(options.backend);
+  if (options.scaling && harness::device_of(backend).kind != DeviceKind::cpu)
+    throw std::invalid_argument(
+        fmt::format("--scaling: is for backends on the CPU, which {} is not", name(backend)));
   const std::vector<Plan> plans = plans_of(options);
   std::ofstream file;
   if (!options.json_file.empty()) {
     file.open(options.json_file);
     if (!file) throw std::runtime_error(fmt::format("cannot write '{}'", options.json_file));
   }
-  const Results results = measure_all(plans, options, backend);
+  Execution execution{.backend = backend, .threads = options.threads};
+  execution.deterministic = options.deterministic;
+  if (options.limit_mib > 0)
+    execution.workspace_limit = static_cast<std::size_t>(options.limit_mib) << 20;
+  const Results results = measure_all(plans, execution);
   const bool json = options.json->count() > 0;
   if (file.is_open()) file << json_of(results, options).dump(2) << '\n';
   if (json && !file.is_open())
@@ -227,7 +298,9 @@ void add_bench(CLI::App& app, int&) {
   CLI::App* command = app.add_subcommand(
       "bench", "Median times of operators, beside the machine's own matrix product.");
   auto options = std::make_shared<Options>();
-  command->add_option("OP", options->op, "One of " + join(op_words("")) + ". Default: all.");
+  command->add_option(
+      "OP", options->op,
+      "One of " + join(op_words("")) + ". Default: all; without a case, some in several sizes.");
   command->add_option("--case", options->name_of_case,
                       fmt::format("One of {} or any other case of check. Default: {}, or {} where "
                                   "that lacks the operator.",
@@ -241,6 +314,8 @@ void add_bench(CLI::App& app, int&) {
                       "Default: ascending.");
   command->add_option("--threads", options->threads, "Of the CPU. Default: all.")
       ->check(CLI::Range(1, 1024));
+  command->add_flag("--scaling", options->scaling,
+                    "Every call on one thread too; prints how many times faster all are.");
   command
       ->add_option("--repeat", options->repeats,
                    "Timed samples of each call, at least 3. Default: 5.")
@@ -249,6 +324,11 @@ void add_bench(CLI::App& app, int&) {
                                       "Print JSON, or print text and write JSON to FILE.");
   options->json->expected(0, 1)->option_text("[FILE]");
 
+  command->add_flag("--deterministic", options->deterministic,
+                    "Backward calls give the same bits in every run.");
+  command->add_option("--limit", options->limit_mib, "The workspace limit in MiB. Default: 256.")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20));
+
   const auto size = [&](const char* name, std::optional<std::int64_t>& value, const char* what) {
     command->add_option(name, value, what)
         ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 31))
@@ -256,6 +336,7 @@ void add_bench(CLI::App& app, int&) {
   };
   size("--tokens", options->tokens, "Query rows. Default: at most the case's, as time allows.");
   size("--keys", options->keys, "Rows of the batch that are keys; pools come on top.");
+  size("--documents", options->documents, "Documents of uneven length in the batch; one is empty.");
   size("--heads", options->heads, "Of attention.");
   size("--qk-dim", options->qk_dim, "Channels of q and kv.");
   size("--v-dim", options->v_dim, "Channels of values.");

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <bit>
+#include <thread>
 
 #include "harness/backends.h"
+#include "harness/memory.h"
 #include "tools/calls.h"
 
 namespace winnow::tools {
@@ -34,7 +36,8 @@ std::int64_t affordable_tokens(const Plan& plan, const Execution& execution, Dev
     const double first = time_once(device, run);
     if (is_asked_for(call, plan.direction)) seconds += std::min(first, time_once(device, run));
   }
-  const double all_repeats = seconds * (plan.repeats + 1);
+  const int times_as_long = plan.scaling ? 1 + thread_count(execution) : 1;
+  const double all_repeats = seconds * (plan.repeats + 1) * times_as_long;
   const double factor = kSecondsPerOp / std::max(all_repeats, 1e-9);
   const auto most = static_cast<double>(plan.c.tokens) / static_cast<double>(kFewestTokens);
   if (factor >= most) return plan.c.tokens;
@@ -44,7 +47,14 @@ std::int64_t affordable_tokens(const Plan& plan, const Execution& execution, Dev
 
 }  // namespace
 
+int thread_count(const Execution& execution) {
+  return execution.threads > 0 ? execution.threads
+                               : static_cast<int>(std::thread::hardware_concurrency());
+}
+
 std::vector<Measured> benchmark(const Plan& plan, const Execution& execution, Progress& progress) {
+  Execution one_thread = execution;
+  one_thread.threads = 1;
   const Device device = harness::device_of(execution.backend);
   progress.begin(plan.op, 0);
   harness::Case c = plan.c;
@@ -66,7 +76,15 @@ std::vector<Measured> benchmark(const Plan& plan, const Execution& execution, Pr
     result.why_not = reason;
     if (!reason.empty()) continue;
     result.workspace_bytes = call.workspace_bytes(execution);
-    result.timing = measure(device, plan.repeats, [&] { call.run(execution); });
+    // As callers do that call more than once.
+    const harness::Buffer workspace(
+        device, DType::i32, {static_cast<std::int64_t>(result.workspace_bytes / 4) + 1});
+    Execution timed = execution;
+    timed.workspace = workspace.tensor().data;
+    timed.workspace_bytes = result.workspace_bytes;
+    result.timing = measure(device, plan.repeats, [&] { call.run(timed); });
+    if (plan.scaling)
+      result.one_thread = measure(device, plan.repeats, [&] { call.run(one_thread); });
   }
   return measured;
 }

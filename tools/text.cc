@@ -48,10 +48,11 @@ std::string attention_text(const harness::Case& c) {
                      c.window > 0 ? fmt::format(", {} in a sliding window", c.window) : "");
 }
 
-std::string indexer_text(const harness::Case& c) {
-  return fmt::format("{} heads, {} channels, {} of {} {}", c.index_heads, c.index_dim,
-                     c.index_topk(), c.index_keys(),
-                     c.has_pools() ? fmt::format("pools of {} rows", c.ratio) : "keys");
+std::string indexer_text(const harness::Case& c, bool with_keys) {
+  const std::string keys = c.has_pools() ? fmt::format("pools of {} rows", c.ratio) : "keys";
+  return fmt::format("{} heads, {} channels, {}", c.index_heads, c.index_dim,
+                     with_keys ? fmt::format("{} of {} {}", c.index_topk(), c.index_keys(), keys)
+                               : fmt::format("{} {} a query", c.index_topk(), keys));
 }
 
 }  // namespace winnow::tools

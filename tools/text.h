@@ -15,7 +15,7 @@ std::string rate_text(double flops_per_second);  // "284 GFLOP/s"
 
 /// "64 heads, 576 channels (512 of values), 2048 keys a query"
 std::string attention_text(const harness::Case& c);
-/// "32 heads, 128 channels, 2048 of 4096 keys"
-std::string indexer_text(const harness::Case& c);
+/// "32 heads, 128 channels, 2048 of 4096 keys", or without the number of keys "2048 keys a query"
+std::string indexer_text(const harness::Case& c, bool with_keys = true);
 
 }  // namespace winnow::tools

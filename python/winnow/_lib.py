@@ -74,15 +74,12 @@ _ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}  # ErrorCode; 
 
 
 class _TensorField:
-    """A winnow::Tensor of an argument struct."""
+    """A winnow::Tensor of an argument struct; `_view` packs it."""
 
     size, alignment, default = len(_ABSENT), struct.calcsize("P"), _ABSENT
 
     def __init__(self, name: str) -> None:
-        self.name = name
-
-    def pack(self, owner: str, value: Any, keep: list[Any]) -> bytes:
-        return _ABSENT if value is None else _view(owner, self.name, value, keep)
+        self.name, self.pack = name, _view
 
 
 class _NumberField:
@@ -102,11 +99,11 @@ class _NumberField:
             raise ValueError(f"{owner}: {self.name} {value!r}: must be one of {allowed}")
         return self.words.index(value)
 
-    def pack(self, owner: str, value: Any, keep: list[Any]) -> bytes:
+    def pack(self, owner: str, name: str, value: Any, keep: list[Any]) -> bytes:
         try:
             return struct.pack(self.letter, self.number(owner, value))
         except (struct.error, OverflowError) as error:
-            raise ValueError(f"{owner}: {self.name} {value!r}: {error}") from None
+            raise ValueError(f"{owner}: {name} {value!r}: {error}") from None
 
 
 def _field(word: str) -> _TensorField | _NumberField:
@@ -146,7 +143,7 @@ class _Layout:
             if name not in places:
                 raise TypeError(f"{owner}: no argument {name}")
             place, pack = places[name]
-            pieces[place] = pack(owner, value, keep)
+            pieces[place] = pack(owner, name, value, keep)
         return b"".join(pieces)
 
 
@@ -171,7 +168,9 @@ _dtype_numbers: dict[Any, int] = {}  # of torch.dtype objects, as they come
 
 
 def _view(op: str, name: str, tensor: Any, keep: list[Any]) -> bytes:
-    """A winnow::Tensor."""
+    """A winnow::Tensor; None is an absent one."""
+    if tensor is None:
+        return _ABSENT
     if hasattr(tensor, "data_ptr"):  # torch
         number = _dtype_numbers.get(tensor.dtype)
         if number is None:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from winnow import _autograd
 from winnow._arguments import Array, at_least, one_of, optional_tensor, tensor
 from winnow.packing import Packing
 
@@ -115,7 +115,7 @@ def index_topk(
     inputs = (q, k, weights, k_scale, *windows)
     backend = backend or "automatic"
     if indices is not None:
-        scores = _IndexReplay.apply(*inputs, indices, lengths, deterministic, backend)
+        scores = _autograd.IndexReplay.apply(*inputs, indices, lengths, deterministic, backend)
         return Selection(indices, scores, lengths)
     at_least("index_topk", "topk", topk, 1)
     if not with_scores:
@@ -124,7 +124,9 @@ def index_topk(
                 *inputs, topk, order, False, backend=backend
             )
         return Selection(indices, scores, lengths)
-    indices, lengths, scores = _IndexTopk.apply(*inputs, topk, order, deterministic, backend)
+    indices, lengths, scores = _autograd.IndexTopk.apply(
+        *inputs, topk, order, deterministic, backend
+    )
     return Selection(indices, scores, lengths)
 
 
@@ -172,12 +174,7 @@ def sparse_attention(
         at_least("sparse_attention", "max_heads_per_pass", max_heads_per_pass, 1)
     if scale == 0:  # what the library takes for "not given"
         raise ValueError("sparse_attention: scale 0: must not be 0")
-    out, lse, *max_logits = _SparseAttention.apply(
-        q,
-        kv,
-        indices,
-        lengths,
-        sink,
+    options = _autograd.AttentionOptions(
         v_dim,
         scale or 0.0,
         with_max_logits,
@@ -185,6 +182,7 @@ def sparse_attention(
         deterministic,
         backend or "automatic",
     )
+    out, lse, *max_logits = _autograd.SparseAttention.apply(q, kv, indices, lengths, sink, options)
     return Attention(out, lse, max_logits[0] if with_max_logits else None)
 
 
@@ -201,7 +199,7 @@ def value_projection(
         [tokens, heads, head_dim], as out; differentiable in both.
     """
     out, w_v = tensor("value_projection", "out", out), tensor("value_projection", "w_v", w_v)
-    return _ValueProjection.apply(out, w_v, deterministic, backend or "automatic")
+    return _autograd.ValueProjection.apply(out, w_v, deterministic, backend or "automatic")
 
 
 def index_loss(
@@ -248,7 +246,7 @@ def index_loss(
         )
         if head_group is not None:
             torch.distributed.all_reduce(target, group=head_group)
-    loss = _IndexLoss.apply(scores, target, indices, lengths, backend)
+    loss = _autograd.IndexLoss.apply(scores, target, indices, lengths, backend)
     if reduction != "mean":
         return loss if reduction == "none" else loss.sum()
     valid = (indices >= 0) & (scores != -math.inf)
@@ -295,7 +293,7 @@ def dense_index_loss(
     sink = optional_tensor("dense_index_loss", "sink", sink)
     _check_rows("dense_index_loss", packing, q)
     begin, end = packing.windows(ratio)
-    loss, lse = _DenseIndexLoss.apply(
+    loss, lse = _autograd.DenseIndexLoss.apply(
         q, kv, sink, *index, begin, end, scale, key_offset, deterministic, backend or "automatic"
     )
     if reduction != "mean":
@@ -384,166 +382,3 @@ def _check_rows(function: str, packing: Packing, q: Tensor) -> None:
 
 def _needs_gradient(x: Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
-
-
-def _index_topk_gradients(ctx, d_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _ops.index_topk_backward(
-        *ctx.saved_tensors,
-        d_scores.contiguous(),
-        backend=ctx.backend,
-        deterministic=ctx.deterministic,
-    )
-
-
-class _IndexTopk(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, q, k, weights, k_scale, begin, end, topk, order, deterministic, backend
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        indices, lengths, scores = _ops.index_topk_forward(
-            q, k, weights, k_scale, begin, end, topk, order, True, backend=backend
-        )
-        ctx.save_for_backward(q, k, weights, begin, end, indices, lengths)
-        ctx.mark_non_differentiable(indices, lengths)
-        ctx.deterministic, ctx.backend = deterministic, backend
-        return indices, lengths, scores
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_indices, d_lengths, d_scores):
-        return *_index_topk_gradients(ctx, d_scores), *[None] * 7
-
-
-class _IndexReplay(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, q, k, weights, k_scale, begin, end, indices, lengths, deterministic, backend
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, weights, begin, end, indices, lengths)
-        ctx.deterministic, ctx.backend = deterministic, backend
-        return _ops.index_topk_replay(
-            q, k, weights, k_scale, begin, end, indices, lengths, backend=backend
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_scores):
-        return *_index_topk_gradients(ctx, d_scores), *[None] * 7
-
-
-class _SparseAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx,
-        q,
-        kv,
-        indices,
-        lengths,
-        sink,
-        v_dim,
-        scale,
-        with_max_logits,
-        max_heads_per_pass,
-        deterministic,
-        backend,
-    ) -> tuple[Tensor, ...]:
-        out, lse, max_logits = _ops.sparse_attention_forward(
-            q, kv, indices, lengths, sink, v_dim, scale, with_max_logits, backend=backend
-        )
-        ctx.save_for_backward(q, kv, indices, lengths, sink, out, lse)
-        ctx.set_materialize_grads(False)
-        ctx.scale, ctx.max_heads_per_pass = scale, max_heads_per_pass
-        ctx.deterministic, ctx.backend = deterministic, backend
-        if not with_max_logits:
-            return out, lse  # torch 2.6 compiles no Function that returns None
-        ctx.mark_non_differentiable(max_logits)
-        return out, lse, max_logits
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_out, d_lse, *d_max_logits):
-        *inputs, out, lse = ctx.saved_tensors
-        d_q, d_kv, d_sink = _ops.sparse_attention_backward(
-            *inputs,
-            out,
-            lse,
-            torch.zeros_like(out) if d_out is None else d_out.contiguous(),
-            None if d_lse is None else d_lse.contiguous(),
-            ctx.scale,
-            ctx.max_heads_per_pass,
-            backend=ctx.backend,
-            deterministic=ctx.deterministic,
-        )
-        return d_q, d_kv, None, None, d_sink, *[None] * 6
-
-
-class _ValueProjection(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, out, w_v, deterministic, backend) -> Tensor:
-        ctx.save_for_backward(out, w_v)
-        ctx.deterministic, ctx.backend = deterministic, backend
-        return _ops.value_projection_forward(out, w_v, backend=backend)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_out_v):
-        d_out, d_w_v = _ops.value_projection_backward(
-            *ctx.saved_tensors,
-            d_out_v.contiguous(),
-            backend=ctx.backend,
-            deterministic=ctx.deterministic,
-        )
-        return d_out, d_w_v, None, None
-
-
-class _IndexLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, scores, target, indices, lengths, backend) -> Tensor:
-        loss, d_scores = _ops.index_loss(indices, lengths, scores, target, backend=backend)
-        ctx.save_for_backward(d_scores)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_loss):
-        (d_scores,) = ctx.saved_tensors
-        return d_loss[:, None] * d_scores, None, None, None, None
-
-
-class _DenseIndexLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx,
-        q,
-        kv,
-        sink,
-        index_q,
-        index_k,
-        weights,
-        begin,
-        end,
-        scale,
-        key_offset,
-        deterministic,
-        backend,
-    ) -> tuple[Tensor, Tensor]:
-        inputs = (q, kv, sink, index_q, index_k, weights, begin, end)
-        loss, lse = _ops.dense_index_loss_forward(*inputs, scale, key_offset, backend=backend)
-        ctx.save_for_backward(*inputs, lse)
-        ctx.mark_non_differentiable(lse)
-        ctx.scale, ctx.key_offset = scale, key_offset
-        ctx.deterministic, ctx.backend = deterministic, backend
-        return loss, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_loss, d_lse):
-        gradients = _ops.dense_index_loss_backward(
-            *ctx.saved_tensors,
-            d_loss.contiguous(),
-            ctx.scale,
-            ctx.key_offset,
-            backend=ctx.backend,
-            deterministic=ctx.deterministic,
-        )
-        return None, None, None, *gradients, *[None] * 6

@@ -13,7 +13,6 @@ namespace winnow::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
 constexpr std::int64_t kMostTerms = std::int64_t{1} << 22;  // of a piece
 constexpr std::int64_t kLeastSlots = 64;
 
@@ -53,37 +52,67 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// A warp adds the terms of one key, four columns a lane.
+/// The first place from `place` on that holds another key; all lanes look.
+__device__ std::int64_t end_of_key(const std::uint32_t* __restrict__ keys, std::int64_t count,
+                                   std::int64_t place, std::uint32_t key, int lane) {
+  while (true) {
+    const std::int64_t own = place + lane;
+    const unsigned others = __ballot_sync(0xffffffffu, own >= count || keys[own] != key);
+    if (others != 0) return place + __ffs(static_cast<int>(others)) - 1;
+    place += 32;
+  }
+}
+
+constexpr int kColumns = 5;  // fours of a lane at a time: whole rows of 576 or 512
+
+/// A warp adds the terms of the keys that begin in its 32 places.
 __global__ void __launch_bounds__(kThreads)
     add_in_order_kernel(const std::uint32_t* __restrict__ keys,
                         const std::uint32_t* __restrict__ order, std::int64_t count,
                         std::uint32_t no_key, const float* __restrict__ terms, KeySums sums) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const std::int64_t step = std::int64_t{gridDim.x} * kWarps;
-  for (std::int64_t first = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; first < count;
-       first += step) {
-    const std::uint32_t key = keys[first];
-    if (key == no_key || (first > 0 && keys[first - 1] == key)) continue;
-    std::int64_t last = first;  // the last term of the key
-    for (std::int64_t behind = count; behind - last > 1;) {
-      const std::int64_t middle = last + (behind - last) / 2;
-      (keys[middle] == key ? last : behind) = middle;
-    }
-    float* const sum = sums.data + key * sums.stride;
-    for (std::int64_t d = lane * 4; d < sums.dim; d += 32 * 4) {
-      float4 total = {sum[d], sum[d + 1], sum[d + 2], sum[d + 3]};
-#pragma unroll 4
-      for (std::int64_t i = first; i <= last; ++i) {
-        const float4 term = *reinterpret_cast<const float4*>(terms + order[i] * sums.dim + d);
-        total.x += term.x;
-        total.y += term.y;
-        total.z += term.z;
-        total.w += term.w;
+  const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
+  for (std::int64_t base = std::int64_t{blockIdx.x} * kThreads + threadIdx.x / 32 * 32;
+       base < count; base += step) {
+    const std::int64_t own = base + lane;
+    const bool begins =
+        own < count && keys[own] != no_key && (own == 0 || keys[own - 1] != keys[own]);
+    for (unsigned left = __ballot_sync(0xffffffffu, begins); left != 0; left &= left - 1) {
+      const std::int64_t first = base + __ffs(static_cast<int>(left)) - 1;
+      const std::uint32_t key = keys[first];
+      const std::int64_t end = end_of_key(keys, count, first + 1, key, lane);
+      float* const sum = sums.data + key * sums.stride;
+      for (std::int64_t base_column = lane * 4; base_column < sums.dim;
+           base_column += kColumns * 32 * 4) {
+        float4 totals[kColumns];
+        const auto each_column = [&](auto use) {
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) {
+            const std::int64_t d = base_column + j * 32 * 4;
+            if (d < sums.dim) use(totals[j], d);
+          }
+        };
+        each_column([&](float4& total, std::int64_t d) {
+          total = {sum[d], sum[d + 1], sum[d + 2], sum[d + 3]};
+        });
+#pragma unroll 2
+        for (std::int64_t i = first; i < end; ++i) {
+          const float* const term = terms + order[i] * sums.dim;
+          each_column([&](float4& total, std::int64_t d) {
+            const float4 x = __ldcs(reinterpret_cast<const float4*>(term + d));
+            total.x += x.x;
+            total.y += x.y;
+            total.z += x.z;
+            total.w += x.w;
+          });
+        }
+        each_column([&](const float4& total, std::int64_t d) {
+          sum[d] = total.x;
+          sum[d + 1] = total.y;
+          sum[d + 2] = total.z;
+          sum[d + 3] = total.w;
+        });
       }
-      sum[d] = total.x;
-      sum[d + 1] = total.y;
-      sum[d + 2] = total.z;
-      sum[d + 3] = total.w;
     }
   }
 }
@@ -193,7 +222,7 @@ void add_in_order(const TermPlan& plan, const TermMemory& memory, const SlotList
       static_cast<const std::uint32_t*>(listed_terms), order, static_cast<int>(count), 0,
       key_bits(sums.keys), stream));
   launch(add_in_order_kernel,
-         {.blocks = blocks_for(count, kWarps), .threads = kThreads, .stream = stream},
+         {.blocks = blocks_for(count, kThreads), .threads = kThreads, .stream = stream},
          static_cast<const std::uint32_t*>(keys), static_cast<const std::uint32_t*>(order), count,
          no_key, static_cast<const float*>(memory.terms), sums);
 }
