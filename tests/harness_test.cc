@@ -1,52 +1,64 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every op on every backend and every case of the harness, against the reference in double.
+// Every op on every backend and every case of the harness, against the reference in double; the cpu
+// backend on every SIMD target that the machine has.
 #include <algorithm>
 #include <cctype>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "harness/backends.h"
 #include "harness/cases.h"
 #include "harness/checks.h"
 #include "harness/workloads.h"
+#include "tests/sanitized.h"
+#include "tests/simd_targets.h"
 
 namespace winnow::tests {
 namespace {
 
-#if defined(__SANITIZE_ADDRESS__)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
-
 struct Checked {
   Backend backend;
+  std::int64_t target;  // of the cpu backend; 0: the best
   std::string_view op;
   const harness::Case* c;
 };
 
-/// A model's own size is for GPUs; large cases are left out where sanitizers make them too long.
-bool fits_the_time(Backend backend, const harness::Case& c) {
+/// A model's own size is for GPUs; large cases are left out where sanitizers or a plain target make
+/// them too long.
+bool fits_the_time(Backend backend, std::int64_t target, const harness::Case& c) {
   if (c.full) return backend == Backend::cuda;
-  return !c.slow || !kSanitized;
+  return !c.slow || (!kSanitized && target == 0);
+}
+
+/// The best target is the one that is taken without being asked for.
+std::vector<std::int64_t> targets_of(Backend backend) {
+  if (backend != Backend::cpu) return {0};
+  std::vector<std::int64_t> targets = simd_targets();
+  if (targets.empty()) return {0};
+  targets[0] = 0;
+  return targets;
 }
 
 std::vector<Checked> all_checks() {
   std::vector<Checked> checks;
   for (const Backend backend : harness::usable_backends())
-    for (const std::string_view op : harness::ops())
-      for (const harness::Case& c : harness::cases())
-        if (fits_the_time(backend, c) && harness::missing(op, c).empty())
-          checks.push_back({backend, op, &c});
+    for (const std::int64_t target : targets_of(backend))
+      for (const std::string_view op : harness::ops())
+        for (const harness::Case& c : harness::cases())
+          if (fits_the_time(backend, target, c) && harness::missing(op, c).empty())
+            checks.push_back({backend, target, op, &c});
   return checks;
 }
 
 /// GoogleTest allows letters, digits and underscores.
 std::string test_name(const ::testing::TestParamInfo<Checked>& info) {
-  std::string text = std::string(name(info.param.backend)) + "_" + std::string(info.param.op) +
-                     "_" + info.param.c->name;
+  const auto& [backend, target, op, c] = info.param;
+  const std::string on = target == 0 ? std::string() : fmt::format("{}_", hwy::TargetName(target));
+  std::string text = fmt::format("{}_{}{}_{}", name(backend), on, op, c->name);
   std::replace_if(
       text.begin(), text.end(), [](unsigned char letter) { return !std::isalnum(letter); }, '_');
   return text;
@@ -55,7 +67,9 @@ std::string test_name(const ::testing::TestParamInfo<Checked>& info) {
 class Harness : public ::testing::TestWithParam<Checked> {};
 
 TEST_P(Harness, FindsNoError) {
-  const auto& [backend, op, c] = GetParam();
+  const auto& [backend, target, op, c] = GetParam();
+  const OnSimdTarget on_target(target);
+  ASSERT_TRUE(target == 0 || on_target.reaches_the_backend());
   const std::vector<harness::Report> reports =
       harness::check(op, *c, {.backend = backend}, /*seed=*/1);
   ASSERT_FALSE(reports.empty());
@@ -65,6 +79,14 @@ TEST_P(Harness, FindsNoError) {
     ran = ran || !report.skipped;
   }
   if (!ran) GTEST_SKIP() << harness::line(reports[0]);
+}
+
+TEST(SimdTargets, OfTheBackendCanBeChosen) {
+  // Plain C++ at least stands beside whatever vectors the machine has.
+  EXPECT_GE(simd_targets().size(), 2U) << "Highway of the tests is not that of the library";
+  const std::string best = describe(Backend::cpu);
+  for (const std::int64_t target : simd_targets()) OnSimdTarget{target};
+  EXPECT_EQ(describe(Backend::cpu), best);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Harness, ::testing::ValuesIn(all_checks()), test_name);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // index_topk: a row's selection depends on that row alone; replay; fp8; gradients of chosen scores.
+#include "tests/far_memory.h"
 #include "tests/indexer.h"
 
 namespace winnow::tests {
@@ -93,23 +94,50 @@ TEST(IndexTopkRows, OfStridedTensorsAreSelectedAlike) {
   });
 }
 
+/// 70,000 rows that see four keys each, of whole numbers.
+Indexer many_rows(std::uint64_t seed) {
+  const std::int64_t tokens = 70000;
+  Indexer ix{.tokens = tokens, .keys = tokens, .heads = 1, .dim = 8, .topk = 2};
+  ix.q = whole_numbers(tokens * 8, seed, "q", -2, 2);
+  ix.k = whole_numbers(tokens * 8, seed, "k", -2, 2);
+  ix.weights.assign(tokens, 1);
+  ix.d_scores = whole_numbers(tokens * ix.topk, seed, "d_scores", -2, 2);
+  for (std::int32_t t = 0; t < tokens; ++t) {
+    ix.begin.push_back(std::max(t - 3, 0));
+    ix.end.push_back(t + 1);
+  }
+  return ix;
+}
+
 TEST(IndexTopkRows, MayBeMoreThan65535) {
   on_each_backend([](Backend backend) {
-    const std::int64_t tokens = 70000;
-    Indexer ix{.tokens = tokens, .keys = tokens, .heads = 1, .dim = 8, .topk = 2};
-    ix.q = whole_numbers(tokens * 8, 26, "q", -2, 2);
-    ix.k = whole_numbers(tokens * 8, 26, "k", -2, 2);
-    ix.weights.assign(tokens, 1);
-    for (std::int32_t t = 0; t < tokens; ++t) {
-      ix.begin.push_back(std::max(t - 3, 0));
-      ix.end.push_back(t + 1);
-    }
+    const Indexer ix = many_rows(26);
     const Selected selected = select(ix, on(backend));
-    for (const std::int64_t t :
-         {std::int64_t{0}, std::int64_t{65535}, std::int64_t{65536}, tokens - 1}) {
-      const Indexer row = rows_of(ix, t, 1);
-      expect_selected(rows_of(ix, selected, t, 1), plain_selection(row));
+    for (const std::int64_t t : {0, 65535, 65536, 69999})
+      expect_selected(rows_of(ix, selected, t, 1), plain_selection(rows_of(ix, t, 1)));
+  });
+}
+
+TEST(IndexTopkRows, MayLiePast31Bits) {
+  on_each_backend([](Backend backend) {
+    const Indexer ix = filled({.tokens = 3, .keys = 9, .topk = 4}, 27);
+    const IndexForwardWork work(ix, harness::device_of(backend), false);
+    {
+      const FarTensor q(work.args.q), k(work.args.k), weights(work.args.weights),
+          indices(work.args.indices), scores(work.args.scores);
+      if (!q || !k || !weights || !indices || !scores)
+        GTEST_SKIP() << "no room for a large range of addresses";
+      IndexTopkForward far = work.args;
+      far.q = q.tensor();
+      far.k = k.tensor();
+      far.weights = weights.tensor();
+      far.indices = indices.tensor();
+      far.scores = scores.tensor();
+      index_topk_forward(far, on(backend));
+      indices.bring_back();
+      scores.bring_back();
     }
+    expect_same_bits(work.selected(), select(ix, on(backend)));
   });
 }
 
@@ -328,6 +356,42 @@ TEST(IndexTopkBackward, DeterministicCallsGiveTheSameBitsWhateverTheThreads) {
       expect_same_bits(backward(ix, execution), first);
     }
     expect_close(ix, backward(ix, on(backend)), first);
+  });
+}
+
+TEST(IndexTopkBackward, TakesMoreThan65535Rows) {
+  on_each_backend([](Backend backend) {
+    const Indexer ix = with_selection(many_rows(46), backend);
+    const IndexGradients gradients = backward(ix, on(backend));
+    for (const std::int64_t t : {0, 65535, 65536, 69999}) {
+      const IndexGradients alone = backward(rows_of(ix, t, 1), on(backend));
+      EXPECT_TRUE(same_bits(part(gradients.d_q, t * ix.dim, ix.dim), alone.d_q));
+      EXPECT_TRUE(same_bits(part(gradients.d_weights, t, 1), alone.d_weights));
+    }
+  });
+}
+
+TEST(IndexTopkBackward, ElementsMayLiePast31Bits) {
+  on_each_backend([](Backend backend) {
+    const Indexer ix = with_selection(filled({.tokens = 3, .keys = 9, .topk = 4}, 47), backend);
+    const IndexBackwardWork work(ix, harness::device_of(backend));
+    {
+      const FarTensor q(work.args.q), k(work.args.k), indices(work.args.indices),
+          d_scores(work.args.d_scores), d_q(work.args.d_q), d_k(work.args.d_k);
+      if (!q || !k || !indices || !d_scores || !d_q || !d_k)
+        GTEST_SKIP() << "no room for a large range of addresses";
+      IndexTopkBackward far = work.args;
+      far.q = q.tensor();
+      far.k = k.tensor();
+      far.indices = indices.tensor();
+      far.d_scores = d_scores.tensor();
+      far.d_q = d_q.tensor();
+      far.d_k = d_k.tensor();
+      index_topk_backward(far, deterministic(backend));
+      d_q.bring_back();
+      d_k.bring_back();
+    }
+    expect_close(ix, work.gradients(), backward(ix, deterministic(backend)));
   });
 }
 

@@ -154,33 +154,46 @@ inline Values replay(const Indexer& ix, const Execution& execution) {
   return selected.scores;
 }
 
+/// The memory of a backward call from ix.indices.
+struct IndexBackwardWork {
+  IndexBackwardWork(const Indexer& ix, Device device)
+      : forward(ix, device, true),
+        d_scores(floats(device, ix.sum_type(), {ix.tokens, ix.topk}, ix.d_scores, ix.row_padding)),
+        d_q(device, ix.dtype, {ix.tokens, ix.heads, ix.dim}, ix.row_padding),
+        d_weights(device, ix.sum_type(), {ix.tokens, ix.heads}, ix.row_padding),
+        d_k(device, ix.dtype == DType::f64 ? DType::f64 : ix.d_k_type, {ix.keys, ix.dim},
+            ix.row_padding) {
+    // A d_k that is overwritten starts as poison.
+    if (d_k.tensor().dtype == ix.sum_type())
+      d_k.upload(ix.d_k_before.empty() ? Values(ix.k.size()) : ix.d_k_before);
+    args = {.q = forward.q.tensor(),
+            .k = forward.k.tensor(),
+            .weights = forward.weights.tensor(),
+            .begin = forward.begin.tensor(),
+            .end = forward.end.tensor(),
+            .indices = forward.indices.tensor(),
+            .lengths = forward.lengths.tensor(),
+            .d_scores = d_scores.tensor(),
+            .d_q = d_q.tensor(),
+            .d_weights = d_weights.tensor(),
+            .d_k = d_k.tensor()};
+  }
+
+  IndexGradients gradients() const {
+    expect_canaries_intact(forward.q, forward.k, forward.weights, forward.begin, forward.end,
+                           forward.indices, forward.lengths, d_scores, d_q, d_weights, d_k);
+    return {d_q.download(), d_weights.download(), d_k.download()};
+  }
+
+  IndexForwardWork forward;
+  Buffer d_scores, d_q, d_weights, d_k;
+  IndexTopkBackward args;
+};
+
 inline IndexGradients backward(const Indexer& ix, const Execution& execution) {
-  const Device device = harness::device_of(execution.backend);
-  const IndexForwardWork work(ix, device, true);
-  const Buffer d_scores =
-      floats(device, ix.sum_type(), {ix.tokens, ix.topk}, ix.d_scores, ix.row_padding);
-  const Buffer d_q(device, ix.dtype, {ix.tokens, ix.heads, ix.dim}, ix.row_padding);
-  const Buffer d_weights(device, ix.sum_type(), {ix.tokens, ix.heads}, ix.row_padding);
-  Buffer d_k(device, ix.dtype == DType::f64 ? DType::f64 : ix.d_k_type, {ix.keys, ix.dim},
-             ix.row_padding);
-  // A d_k that is overwritten starts as poison.
-  if (d_k.tensor().dtype == ix.sum_type())
-    d_k.upload(ix.d_k_before.empty() ? Values(ix.k.size()) : ix.d_k_before);
-  index_topk_backward({.q = work.q.tensor(),
-                       .k = work.k.tensor(),
-                       .weights = work.weights.tensor(),
-                       .begin = work.begin.tensor(),
-                       .end = work.end.tensor(),
-                       .indices = work.indices.tensor(),
-                       .lengths = work.lengths.tensor(),
-                       .d_scores = d_scores.tensor(),
-                       .d_q = d_q.tensor(),
-                       .d_weights = d_weights.tensor(),
-                       .d_k = d_k.tensor()},
-                      execution);
-  expect_canaries_intact(work.q, work.k, work.weights, work.begin, work.end, work.indices,
-                         work.lengths, d_scores, d_q, d_weights, d_k);
-  return {d_q.download(), d_weights.download(), d_k.download()};
+  const IndexBackwardWork work(ix, harness::device_of(execution.backend));
+  index_topk_backward(work.args, execution);
+  return work.gradients();
 }
 
 // ---- The plain form.

@@ -8,15 +8,12 @@
 #include "harness/checks.h"
 #include "harness/workloads.h"
 #include "tests/op_calls.h"
+#include "tests/sanitized.h"
 
 namespace winnow::tests {
 namespace {
 
-#ifdef __SANITIZE_ADDRESS__
-constexpr std::uint64_t kCases = 60;
-#else
-constexpr std::uint64_t kCases = 400;
-#endif
+constexpr std::uint64_t kCases = kSanitized ? 60 : 400;
 
 /// A small case with every choice drawn. Gradients are judged by their norm, and that of a few
 /// numbers may all but vanish beside what it is the difference of: so there are some rows, keys and

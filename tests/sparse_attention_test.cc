@@ -57,6 +57,24 @@ TEST(SparseAttention, SlotsBetweenKeysMayHoldNone) {
   });
 }
 
+TEST(SparseAttention, ListsMayBeLongerThanThereAreKeys) {
+  on_each_backend([](Backend backend) {
+    // All keys, shuffled, and no key in 13 slots.
+    const Attention a = filled({.tokens = 4, .keys = 110, .topk = 123}, 21);
+    const AttentionOutputs outputs = forward(a, on(backend));
+    expect_close(a, outputs, plain_attention(a));
+
+    Attention narrow = a;
+    narrow.topk = a.keys;
+    narrow.indices.clear();
+    for (std::int64_t t = 0; t < a.rows(); ++t) {
+      const Ints keys = part(a.indices, t * a.topk, a.keys);
+      narrow.indices.insert(narrow.indices.end(), keys.begin(), keys.end());
+    }
+    expect_close(a, backward(a, outputs, on(backend)), backward(narrow, outputs, on(backend)));
+  });
+}
+
 TEST(SparseAttention, EveryIndexOutsideTheKeysIsNone) {
   on_each_attention(5, [](Backend backend, const Attention& whole) {
     Attention a = whole;

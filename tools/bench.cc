@@ -58,21 +58,18 @@ struct Options {
   std::uint64_t seed = 1;
   bool deterministic = false;
   std::int64_t limit_mib = 0;  // 0: the default of Execution
-  std::optional<std::int64_t> tokens, keys, documents, heads, qk_dim, v_dim, topk, index_heads, index_dim;
+  std::optional<std::int64_t> tokens, keys, documents, heads, qk_dim, v_dim, topk, index_heads,
+      index_dim;
   CLI::Option* json = nullptr;
   std::string json_file;  // empty: stdout
 };
 
 harness::Case with_sizes(harness::Case c, const Options& options) {
   const std::pair<std::int64_t&, const std::optional<std::int64_t>&> sizes[] = {
-      {c.tokens, options.tokens},
-      {c.rows, options.keys},
-      {c.documents, options.documents},
-      {c.heads, options.heads},
-      {c.qk_dim, options.qk_dim},
-      {c.v_dim, options.v_dim},
-      {c.topk, options.topk},
-      {c.index_heads, options.index_heads},
+      {c.tokens, options.tokens},       {c.rows, options.keys},
+      {c.documents, options.documents}, {c.heads, options.heads},
+      {c.qk_dim, options.qk_dim},       {c.v_dim, options.v_dim},
+      {c.topk, options.topk},           {c.index_heads, options.index_heads},
       {c.index_dim, options.index_dim},
   };
   for (const auto& [size, asked] : sizes) size = asked.value_or(size);

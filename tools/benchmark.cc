@@ -77,8 +77,8 @@ std::vector<Measured> benchmark(const Plan& plan, const Execution& execution, Pr
     if (!reason.empty()) continue;
     result.workspace_bytes = call.workspace_bytes(execution);
     // As callers do that call more than once.
-    const harness::Buffer workspace(
-        device, DType::i32, {static_cast<std::int64_t>(result.workspace_bytes / 4) + 1});
+    const harness::Buffer workspace(device, DType::i32,
+                                    {static_cast<std::int64_t>(result.workspace_bytes / 4) + 1});
     Execution timed = execution;
     timed.workspace = workspace.tensor().data;
     timed.workspace_bytes = result.workspace_bytes;

@@ -4,14 +4,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <string>
 
-#include <fmt/format.h>
-
-#include "core/refusals.h"
-#include "core/threads.h"
 #include "cpu/simd.h"
-#include "winnow/execution.h"
 #include "winnow/sparse_attention.h"
 
 namespace winnow::cpu {
@@ -29,14 +23,6 @@ AttentionSizes attention_sizes(const Args& args) {
 struct HeadRange {
   std::int64_t begin, count;
 };
-
-/// Empty if `least` bytes are within the workspace limit.
-inline std::string why_not_limit(std::size_t least, const Execution& execution) {
-  if (least <= execution.workspace_limit) return {};
-  // The table keeps kAlignment bytes of the limit back for the caller's alignment.
-  return fmt::format(refusal::over_limit, least + Scratch::kAlignment,
-                     execution.workspace_limit + Scratch::kAlignment);
-}
 
 /// Heads in groups of nearly equal size, each a multiple of a vector but for the last. The grouping
 /// depends on heads and dimensions alone, so that a row's bits do too.

@@ -30,7 +30,7 @@ Execution planned(Execution execution) {
 
 template <class Args>
 std::string why_not_op(const Args& args, const Execution& execution) {
-  return cpu::why_not(args, planned(execution));
+  return cpu::why_not(args, execution);
 }
 
 template <class Args>

@@ -214,15 +214,11 @@ namespace {
 /// Backward works on some query rows at a time.
 struct DenseBackwardPlan {
   std::int64_t width;  // of the index lists
-  std::int64_t rows;
+  std::int64_t rows = 1;
   DenseRowPlan row;
+  std::size_t least_bytes;  // what any limit must leave room for
 
-  DenseBackwardPlan(const DenseIndexLossBackward& args, const Execution& execution)
-      : width(std::max<std::int64_t>(args.index_k.shape[0], 1)),
-        rows(std::clamp<std::int64_t>(
-            static_cast<std::int64_t>(execution.workspace_limit / 4 / row_bytes()), 1,
-            std::max<std::int64_t>(args.q.shape[0], 1))),
-        row(plan_dense_row(args, execution)) {}
+  DenseBackwardPlan(const DenseIndexLossBackward& args, const Execution& execution);
 
   std::size_t row_bytes() const {
     return Scratch::bytes<std::int32_t>(width) + Scratch::bytes<float>(width) +
@@ -277,6 +273,18 @@ IndexGradientPlan gradient_plan(const DenseIndexLossBackward& args, const DenseB
       rest);
 }
 
+DenseBackwardPlan::DenseBackwardPlan(const DenseIndexLossBackward& args, const Execution& execution)
+    : width(std::max<std::int64_t>(args.index_k.shape[0], 1)),
+      row(plan_dense_row(args, execution)) {
+  const std::size_t others =
+      std::max(DenseRowPlan(args, 0).bytes(), gradient_plan(args, *this, execution).least_bytes);
+  least_bytes = row_bytes() + others;
+  const std::size_t limit = execution.workspace_limit;
+  const std::size_t for_lists = std::min(limit / 4, limit - std::min(limit, others));
+  rows = std::clamp<std::int64_t>(static_cast<std::int64_t>(for_lists / row_bytes()), 1,
+                                  std::max<std::int64_t>(args.q.shape[0], 1));
+}
+
 }  // namespace
 
 HWY_EXPORT(dense_forward_row);
@@ -301,10 +309,7 @@ void run(const DenseIndexLossForward& args, const Execution& execution) {
 
 std::string why_not(const DenseIndexLossBackward& args, const Execution& execution) {
   if (args.q.dtype == DType::f64) return refusal::no_f64;
-  const DenseBackwardPlan plan(args, execution);
-  const std::size_t lane = DenseRowPlan(args, 0).bytes();
-  const std::size_t gradient = gradient_plan(args, plan, behind_lists(execution, plan)).least_bytes;
-  return over_limit(plan.list_bytes() + std::max(lane, gradient), execution);
+  return over_limit(DenseBackwardPlan(args, execution).least_bytes, execution);
 }
 
 std::size_t workspace_bytes(const DenseIndexLossBackward& args, const Execution& execution) {

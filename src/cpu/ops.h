@@ -10,7 +10,8 @@
 namespace winnow::cpu {
 
 // What run works in: `workspace` of the Execution, aligned for vectors, of at least
-// workspace_bytes, which is within workspace_limit wherever why_not is empty.
+// workspace_bytes, which is within workspace_limit wherever why_not is empty. The limit that run
+// and workspace_bytes get is the caller's less Scratch::kAlignment; why_not gets the caller's.
 void run(const KeyWindows& args, const Execution& execution);
 void run(const WindowIndices& args, const Execution& execution);
 void run(const IndexTopkForward& args, const Execution& execution);

@@ -15,12 +15,12 @@
 
 namespace winnow::cpu {
 
-/// Empty if `least` bytes are within the limit.
+/// Empty if `least` bytes are within the caller's limit, of which the table keeps kAlignment bytes
+/// back.
 inline std::string over_limit(std::size_t least, const Execution& execution) {
+  if (least > 0) least += Scratch::kAlignment;
   if (least <= execution.workspace_limit) return {};
-  // The table keeps kAlignment bytes of the limit back for the caller's alignment.
-  return fmt::format(refusal::over_limit, least + Scratch::kAlignment,
-                     execution.workspace_limit + Scratch::kAlignment);
+  return fmt::format(refusal::over_limit, least, execution.workspace_limit);
 }
 
 /// Rows of a task: at most `most`, and so many that all lanes, each with fixed_bytes and row_bytes

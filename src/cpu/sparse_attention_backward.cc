@@ -20,6 +20,7 @@
 #include "cpu/attention.h"
 #include "cpu/backward_plan.h"
 #include "cpu/ops.h"
+#include "cpu/plan.h"
 #include "cpu/simd.h"
 #include "cpu/valid_keys.h"
 
@@ -292,7 +293,7 @@ std::size_t copy_bytes(const SparseAttentionBackward& args) {
 
 std::string why_not(const SparseAttentionBackward& args, const Execution& execution) {
   if (args.q.dtype == DType::f64) return refusal::no_f64;
-  return why_not_limit(BackwardPlan::least_bytes(attention_sizes(args)), execution);
+  return over_limit(BackwardPlan::least_bytes(attention_sizes(args)), execution);
 }
 
 std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution) {

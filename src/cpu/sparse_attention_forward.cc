@@ -16,6 +16,7 @@
 #include "core/view.h"
 #include "cpu/attention.h"
 #include "cpu/ops.h"
+#include "cpu/plan.h"
 #include "cpu/simd.h"
 #include "cpu/valid_keys.h"
 
@@ -202,8 +203,8 @@ constexpr std::int64_t kGroupHeads = 128;
 std::string why_not(const SparseAttentionForward& args, const Execution& execution) {
   if (args.q.dtype == DType::f64) return refusal::no_f64;
   const AttentionSizes n = attention_sizes(args);
-  return why_not_limit(ForwardRow::bytes(n, HeadGroups(n.heads, n.qk_dim, kGroupHeads).most()),
-                       execution);
+  return over_limit(ForwardRow::bytes(n, HeadGroups(n.heads, n.qk_dim, kGroupHeads).most()),
+                    execution);
 }
 
 std::size_t workspace_bytes(const SparseAttentionForward& args, const Execution& execution) {

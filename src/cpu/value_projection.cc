@@ -8,6 +8,7 @@
 #include "core/view.h"
 #include "cpu/attention.h"
 #include "cpu/ops.h"
+#include "cpu/plan.h"
 #include "cpu/simd.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -179,7 +180,7 @@ std::size_t lane_bytes(const ValueProjectionBackward& args) {
 template <class Args>
 std::string why_not_lane(const Args& args, const Execution& execution) {
   if (args.out.dtype == DType::f64) return refusal::no_f64;
-  return why_not_limit(lane_bytes(args), execution);
+  return over_limit(lane_bytes(args), execution);
 }
 
 template <class Args>

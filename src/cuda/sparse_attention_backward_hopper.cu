@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     constexpr int kGradientWarps = 2 * kWarpgroup / 32;
     shared.item_full.init(1);
     shared.item_free.init(kThreads / 32);
-    shared.numbers_full.init(kGradientWarps);
+    shared.numbers_full.init(kHeads);
     shared.scores_full.init(kWarpgroup);
     shared.scores_free.init(kGradientWarps);
     shared.kv_free.init(kGradientWarps);

@@ -61,7 +61,10 @@ __device__ void compute_numbers(const Params<T>& params, const Item& item, Share
     numbers.lse_log2 = lse * kLog2e;
     numbers.offset = d_lse - numbers.share * delta;
   }
-  if (c == 0) shared.numbers[thread / 4] = numbers;
+  if (c == 0) {
+    shared.numbers[thread / 4] = numbers;
+    shared.numbers_full.arrive();
+  }
 }
 
 template <class T, KeyGradients kMode>
@@ -75,8 +78,6 @@ __device__ void compute_gradients(const Params<T>& params, SharedStorage& shared
        number += static_cast<int>(gridDim.x), ++items) {
     const int item_blocks = item_of(params, number).blocks;
     compute_numbers(params, item_of(params, number), shared);
-    __syncwarp();
-    if (lane == 0) shared.numbers_full.arrive();
     shared.item_full.wait(items);
     float d_q[128] = {};
     for (int block = 0; block < item_blocks; ++block, ++blocks) {

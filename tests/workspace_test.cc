@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// The workspace limit, on calls of every op: it holds, or the limit that would do is named.
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "tests/dense_loss.h"
+#include "tests/op_calls.h"
+
+namespace winnow::tests {
+namespace {
+
+/// Calls body(backend, call) for some calls of every op.
+template <class Body>
+void on_each_call(const Body& body) {
+  constexpr std::uint64_t kCalls = 8;
+  on_each_backend([&](Backend backend) {
+    for (const auto maker : kCallMakers) {
+      for (std::uint64_t seed = 0; seed < kCalls; ++seed) {
+        CallMaker m(seed, harness::device_of(backend));
+        const Call call = maker(m);
+        SCOPED_TRACE(fmt::format("{}, seed {}", call.op, seed));
+        // What the backend cannot do with any limit is not the subject here.
+        if (call.why_not(on(backend)).empty()) body(backend, call);
+      }
+    }
+  });
+}
+
+/// Of the fp32 copies behind gradients of a smaller type, which come on top of the limit.
+std::size_t copy_bytes(const Call& call) {
+  std::size_t bytes = 0;
+  for (const Argument& argument : call.arguments) {
+    const Tensor& tensor = *argument.tensor;
+    if (!argument.is_output || (tensor.dtype != DType::bf16 && tensor.dtype != DType::f16))
+      continue;
+    if (std::string_view(argument.name) != "d_kv" && std::string_view(argument.name) != "d_k" &&
+        std::string_view(argument.name) != "d_index_k")
+      continue;
+    std::size_t elements = 1;
+    for (std::int32_t i = 0; i < tensor.rank; ++i)
+      elements *= static_cast<std::size_t>(tensor.shape[i]);
+    bytes += 4 * elements + 64;
+  }
+  return bytes;
+}
+
+struct NamedLimit {
+  std::size_t least, given;
+};
+
+/// "... needs a workspace_limit of at least 123 bytes for this call, the limit is 45"
+NamedLimit named_limit(const std::string& reason) {
+  const auto number_behind = [&](const std::string& words) -> std::size_t {
+    const std::size_t at = reason.find(words);
+    EXPECT_NE(at, std::string::npos) << reason;
+    return at == std::string::npos ? 0 : std::stoull(reason.substr(at + words.size()));
+  };
+  return {number_behind("needs a workspace_limit of at least "), number_behind("the limit is ")};
+}
+
+TEST(Workspace, OfACallIsWithinTheLimitOrTheCallIsRefused) {
+  on_each_call([](Backend backend, const Call& call) {
+    for (const int threads : {1, 2, 7}) {
+      for (std::size_t limit = 0; limit <= std::size_t{1} << 24; limit += 1 + limit / 3) {
+        const Execution execution{.backend = backend, .workspace_limit = limit, .threads = threads};
+        if (call.why_not(execution).empty()) {
+          EXPECT_LE(call.workspace_bytes(execution), limit + copy_bytes(call))
+              << threads << " threads";
+        }
+      }
+    }
+  });
+}
+
+/// A limit that is named is enough, and one byte less is not.
+template <class WhyNot>
+void expect_named_limit_serves(Backend backend, std::size_t limit, const WhyNot& why_not) {
+  const std::string reason = why_not({.backend = backend, .workspace_limit = limit});
+  if (reason.empty()) return;
+  const NamedLimit named = named_limit(reason);
+  EXPECT_EQ(named.given, limit);
+  EXPECT_EQ(why_not({.backend = backend, .workspace_limit = named.least}), "");
+  EXPECT_NE(why_not({.backend = backend, .workspace_limit = named.least - 1}), "");
+}
+
+TEST(Workspace, ALimitThatIsNamedIsEnoughAndTheLeast) {
+  on_each_call([](Backend backend, const Call& call) {
+    for (const std::size_t limit : {0, 1, 63, 64, 65, 1000, 5000, 20000, 100000})
+      expect_named_limit_serves(backend, limit, call.why_not);
+    const std::string reason = call.why_not({.backend = backend, .workspace_limit = 0});
+    if (reason.empty()) return;
+    const Execution least{.backend = backend, .workspace_limit = named_limit(reason).least};
+    EXPECT_EQ(refusal_of([&] { call.run(least); }), "");
+  });
+}
+
+TEST(Workspace, OfManyRowsAndKeysLikewise) {
+  // Here a larger limit makes larger pieces.
+  on_each_backend([](Backend backend) {
+    const DenseLoss d =
+        filled({.tokens = 40, .keys = 3000, .index_keys = 3000, .key_offset = 0}, 1);
+    const DenseLossWork work(d, harness::device_of(backend));
+    for (std::size_t limit = 1000; limit < 1000000; limit += limit / 8) {
+      SCOPED_TRACE(limit);
+      const Execution execution{.backend = backend, .workspace_limit = limit};
+      if (why_not(work.backward, execution).empty()) {
+        EXPECT_LE(workspace_bytes(work.backward, execution), limit);
+      }
+      expect_named_limit_serves(backend, limit,
+                                [&](const Execution& e) { return why_not(work.backward, e); });
+    }
+  });
+}
+
+}  // namespace
+}  // namespace winnow::tests
