@@ -76,15 +76,16 @@ std::vector<Measured> benchmark(const Plan& plan, const Execution& execution, Pr
     result.why_not = reason;
     if (!reason.empty()) continue;
     result.workspace_bytes = call.workspace_bytes(execution);
-    // As callers do that call more than once.
-    const harness::Buffer workspace(device, DType::i32,
-                                    {static_cast<std::int64_t>(result.workspace_bytes / 4) + 1});
-    Execution timed = execution;
-    timed.workspace = workspace.tensor().data;
-    timed.workspace_bytes = result.workspace_bytes;
-    result.timing = measure(device, plan.repeats, [&] { call.run(timed); });
-    if (plan.scaling)
-      result.one_thread = measure(device, plan.repeats, [&] { call.run(one_thread); });
+    const auto timed = [&](Execution each) {
+      // As callers do that call more than once.
+      each.workspace_bytes = call.workspace_bytes(each);
+      const harness::Buffer workspace(device, DType::i32,
+                                      {static_cast<std::int64_t>(each.workspace_bytes / 4) + 1});
+      each.workspace = workspace.tensor().data;
+      return measure(device, plan.repeats, [&] { call.run(each); });
+    };
+    result.timing = timed(execution);
+    if (plan.scaling) result.one_thread = timed(one_thread);
   }
   return measured;
 }

@@ -12,6 +12,7 @@
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "cpu/ops.h"
+#include "cpu/simd.h"  // before Highway
 
 namespace winnow {
 

@@ -7,7 +7,13 @@
 
 // Vectors whose length is not known to the compiler cannot stand in the arrays of a register tile.
 // Machines with such vectors take the next target: NEON, or plain C++.
+#ifndef __SANITIZE_ADDRESS__
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+#else
+// Each target takes its time to compile with sanitizers, and those between say nothing more.
+#define HWY_DISABLED_TARGETS \
+  (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
+#endif
 
 namespace winnow::cpu {
 
