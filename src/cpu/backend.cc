@@ -7,12 +7,11 @@
 #include <cstdint>
 
 #include <fmt/format.h>
-#include <hwy/targets.h>
 
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "cpu/ops.h"
-#include "cpu/simd.h"  // before Highway
+#include "cpu/simd.h"
 
 namespace winnow {
 

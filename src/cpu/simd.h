@@ -15,6 +15,8 @@
   (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
 #endif
 
+#include <hwy/targets.h>
+
 namespace winnow::cpu {
 
 /// Columns of a packed matrix are padded to a multiple of this: two of the widest vectors, in
