@@ -9,7 +9,7 @@ build = cmake --preset $(1) && cmake --build --preset $(1)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja already uses all cores
-.PHONY: help run bench test gpu-test gpu-bundle wheel lint format tidy clean
+.PHONY: help run bench bench-eager test tsan gpu-test gpu-bundle wheel lint format tidy clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,6 +23,10 @@ bench: build/.packages .venv/.installed ## build the tool, time the operators, w
 	build/release/winnow bench --scaling --json bench.json
 	PYTHONPATH=python $(venv)/python -m winnow bench overhead
 
+bench-eager: build/.packages .venv/.installed ## race the cpu backend against eager PyTorch
+	$(call build,release) --target winnow
+	PYTHONPATH=python $(venv)/python python/benchmarks/against_eager.py
+
 test: build/.packages .venv/.installed ## build with and without sanitizers, run all tests
 	$(call build,dev) --target winnow_tests
 	$(call build,release)
@@ -33,6 +37,9 @@ else
 	CUDACXX=$(nvcc) $(call build,cuda-check) --target winnow_cuda winnow_hopper
 endif
 	$(venv)/python scripts/test.py dev release
+
+tsan: build/.packages ## run the C++ tests under the thread sanitizer
+	scripts/tsan.sh
 
 gpu-test: build/.packages .venv/.installed ## build with CUDA, run all tests on this machine's GPU
 	CUDACXX=$(nvcc) $(call build,cuda)

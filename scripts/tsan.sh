@@ -24,7 +24,7 @@ if [[ ! -e $tbb/installed ]]; then
 fi
 
 cmake --preset tsan -DTBB_DIR="$tbb/lib/cmake/TBB"
-cmake --build "$build" -j2
+cmake --build "$build"
 # Reports go to stderr of the test, and fail it.
 TSAN_OPTIONS="halt_on_error=0 second_deadlock_stack=1 suppressions=$PWD/scripts/tsan.supp" \
   ctest --test-dir "$build" -j2 --output-on-failure --no-tests=error --timeout 3000 -R "${1:-.}"

@@ -114,6 +114,19 @@ TEST(SparseAttentionBackward, SlotsPastLengthsHoldNone) {
   });
 }
 
+TEST(SparseAttentionBackward, KeysMayStandInManySlotsOfManyRows) {
+  // One key in every slot of every row; then few keys, each several times, the same in every row.
+  on_each_attention(45, [](Backend backend, const Attention& whole) {
+    for (const std::int32_t keys : {1, 5}) {
+      Attention a = whole;
+      for (std::size_t i = 0; i < a.indices.size(); ++i)
+        a.indices[i] = 3 + static_cast<std::int32_t>(i) % static_cast<std::int32_t>(a.topk) % keys;
+      expect_close(a, forward_backward(a, on(backend)),
+                   forward_backward(a, on(Backend::reference)));
+    }
+  });
+}
+
 TEST(SparseAttentionBackward, DKvOfTheAccumulationTypeIsAddedTo) {
   on_each_attention(37, [](Backend backend, const Attention& a) {
     const AttentionOutputs outputs = forward(a, on(backend));
