@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 packages=(
   cmake ninja-build g++ pkg-config git python3-venv
   libfmt-dev nlohmann-json3-dev libcli11-dev libgtest-dev libtbb-dev libhwy-dev
-  libopenblas0
+  libopenblas0 libopenmpi-dev openmpi-bin
 )
 
 is_installed() {

@@ -13,6 +13,7 @@
 #include "winnow/index_loss.h"
 #include "winnow/index_topk.h"
 #include "winnow/key_windows.h"
+#include "winnow/parallel.h"
 #include "winnow/quantize_fp8.h"
 #include "winnow/sparse_attention.h"
 #include "winnow/tensor.h"
