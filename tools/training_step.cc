@@ -6,10 +6,13 @@
 #include <array>
 #include <cmath>
 
+#include "harness/key_flops.h"
+
 namespace winnow::tools {
 namespace {
 
 using harness::Case;
+using harness::KeyFlops;
 using harness::Values;
 
 /// Where documents end, as shares of the batch.
@@ -28,20 +31,6 @@ std::int64_t slots(const Case& c, const QueryPlace& place) {
   return std::min(place.index_keys, c.index_topk()) +
          std::min<std::int64_t>(place.position + 1, c.window);
 }
-
-/// How many operations each kind of call does for one key (of a window, or in a slot).
-struct KeyFlops {
-  explicit KeyFlops(const Case& c)
-      : score(2.0 * c.index_heads * c.index_dim),
-        attend(2.0 * c.heads * (c.qk_dim + c.v_dim)),
-        attend_backward(2.0 * c.heads * (3 * c.qk_dim + 2 * c.v_dim)),
-        target(2.0 * c.heads * c.qk_dim),
-        score_backward(3 * score) {}
-
-  double score, attend, attend_backward, target, score_backward;
-};
-
-double projection_flops(const Case& c) { return 2.0 * c.heads * c.head_dim * c.v_dim; }
 
 }  // namespace
 
@@ -197,17 +186,19 @@ std::vector<Call> TrainingStep::calls() const {
     attended += static_cast<double>(slots(c, place));
   }
   const KeyFlops each(c);
-  const double projected = projection_flops(c) * static_cast<double>(c.tokens);
+  const auto queries = static_cast<double>(c.tokens);
 
   std::vector<Call> calls{call("key_windows", windows),
                           call("index_topk_forward", select, each.score * seen)};
   if (c.window > 0) calls.push_back(call("window_indices", lists));
   calls.push_back(call("sparse_attention_forward", attend, each.attend * attended));
-  if (c.head_dim > 0) calls.push_back(call("value_projection_forward", project, projected));
+  if (c.head_dim > 0)
+    calls.push_back(call("value_projection_forward", project, each.project * queries));
   calls.push_back(call("index_target", find_target, each.target * chosen));
   calls.push_back(call("index_loss", find_loss));
   if (c.head_dim > 0)
-    calls.push_back(call("value_projection_backward", project_backward, 2 * projected));
+    calls.push_back(
+        call("value_projection_backward", project_backward, each.project_backward * queries));
   calls.push_back(
       call("sparse_attention_backward", attend_backward, each.attend_backward * attended));
   calls.push_back(call("index_topk_backward", select_backward, each.score_backward * chosen));
@@ -218,8 +209,8 @@ double flops_per_row(const Case& c) {
   const KeyFlops each(c);
   return each.score * static_cast<double>(c.index_keys()) +
          (each.attend + each.attend_backward) * static_cast<double>(c.topk) +
-         (each.target + each.score_backward) * static_cast<double>(c.index_topk()) +
-         3 * projection_flops(c);
+         (each.target + each.score_backward) * static_cast<double>(c.index_topk()) + each.project +
+         each.project_backward;
 }
 
 }  // namespace winnow::tools
