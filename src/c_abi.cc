@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The private C ABI under the Python package: a table of the ops, errors as numbers.
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <iterator>
 #include <new>
+#include <span>
 #include <string>
 #include <type_traits>
 
@@ -134,5 +137,20 @@ int winnow_backend_why_not(int backend, const char** reason) {
 int winnow_backend_describe(int backend, const char** text) {
   return winnow::c_abi::give_text(
       text, [&] { return winnow::describe(static_cast<winnow::Backend>(backend)); });
+}
+
+/// rows [tokens]: those of one rank after another's; counts [ranks]: how many each has.
+int winnow_shard_rows(const std::int32_t* cu_seqlens, std::size_t offsets, std::int64_t tokens,
+                      int ranks, int sharding, int multiple, std::int32_t* rows,
+                      std::int64_t* counts) {
+  return winnow::c_abi::guard([&] {
+    const winnow::Shards shards =
+        winnow::shard_rows(std::span(cu_seqlens, offsets), tokens, ranks,
+                           static_cast<winnow::Sharding>(sharding), multiple);
+    for (const auto& shard : shards.rows) {
+      rows = std::copy(shard.begin(), shard.end(), rows);
+      *counts++ = static_cast<std::int64_t>(shard.size());
+    }
+  });
 }
 }

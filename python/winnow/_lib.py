@@ -8,7 +8,8 @@ are tensors that the caller made. On a CUDA stream they must live until it has p
 import ctypes
 import os
 import struct
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -282,6 +283,7 @@ _EXECUTION_STRUCT = struct.Struct(
     "".join(field.letter for field in _EXECUTION_LAYOUT.fields) + "0P"
 )
 _WORKSPACE_LIMIT = 256 << 20
+_SHARDING = _NumberField("sharding", "i", 0, ("contiguous", "zigzag"))
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
@@ -369,3 +371,44 @@ def backends() -> dict[str, str]:
     usable = [word for word in _BACKEND.words[1:] if not backend_why_not(word)]
     describe = _lib.winnow_backend_describe
     return {word: _text(describe, _BACKEND.words.index(word)) for word in usable}
+
+
+def _integers(owner: str, name: str, letter: str, values: Iterable[int]) -> array:
+    """Host memory of the C type that the letter stands for."""
+    try:
+        return array(letter, values)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"{owner}: {name}: {error}") from None
+
+
+def _address(numbers: array) -> ctypes.c_void_p:
+    return ctypes.c_void_p(numbers.buffer_info()[0])
+
+
+def shard_rows(
+    cu_seqlens: Iterable[int], tokens: int, ranks: int, sharding: str, multiple: int = 1
+) -> tuple[array, list[int]]:
+    """The rows that every rank holds, winnow::shard_rows.
+
+    Returns:
+        rows: array("i") of `tokens` numbers: the rows of rank 0, ascending, then those of rank 1
+            and so on. torch.frombuffer(rows, dtype=torch.int32) takes it as it is (if tokens > 0).
+        counts: how many of them each rank has; a tensor of all rows is cut by split(counts).
+    """
+    name = "shard_rows"
+    _integers(name, "tokens, ranks, multiple", "i", (tokens, ranks, multiple))
+    offsets = _integers(name, "cu_seqlens", "i", cu_seqlens)
+    rows, counts = array("i", [0]) * tokens, (ctypes.c_int64 * max(ranks, 0))()
+    _check(
+        _lib.winnow_shard_rows(
+            _address(offsets),
+            ctypes.c_size_t(len(offsets)),
+            ctypes.c_int64(tokens),
+            ranks,
+            _SHARDING.number(name, sharding),
+            multiple,
+            _address(rows),
+            counts,
+        )
+    )
+    return rows, list(counts)
