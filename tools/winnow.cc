@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The program: info, check, run, bench. Exit code 0: fine; 1: something failed; 2: a bad word.
+// The program: info, check, run, bench, plan. Exit code 0: fine; 1: something failed; 2: a bad
+// word.
 #include "winnow/winnow.h"
 
 #include <cstdio>
@@ -35,13 +36,14 @@ int run(int argc, char** argv) {
   winnow::tools::add_check(app, exit_code);
   winnow::tools::add_run(app, exit_code);
   winnow::tools::add_bench(app, exit_code);
+  winnow::tools::add_plan(app, exit_code);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help and --version
     const bool no_command = app.get_subcommands().empty();
     return complain(
-        no_command ? "no such command: there are info, check, run and bench" : error.what(),
+        no_command ? "no such command: there are info, check, run, bench and plan" : error.what(),
         kBadWord);
   }
   return exit_code;
