@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "parallel/agreement.h"
+
+#include <limits>
+
+#include "core/check.h"
+
+namespace winnow::parallel {
+namespace {
+
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+constexpr DTypes kAnyType = {DType::f32, DType::bf16,    DType::f16,
+                             DType::f64, DType::f8_e4m3, DType::i32};
+constexpr DTypes kSumType = {DType::f32};
+
+std::uint64_t mixed(std::uint64_t x) {  // splitmix64
+  x += 0x9e3779b97f4a7c15U;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9U;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebU;
+  return x ^ x >> 31;
+}
+
+/// "reduce_scatter 3 of f32[300, 16]"
+std::string describe(const Signature& signature) {
+  return fmt::format("{} {} of {}[{}, {}]", name(signature.kind), signature.number,
+                     winnow::name(static_cast<DType>(signature.dtype)), signature.rows,
+                     signature.width);
+}
+
+void check_rows(const Check& check, const char* argument, const Tensor& tensor, std::int64_t rows) {
+  if (tensor.shape[0] != rows) {
+    check.fail(argument, winnow::describe(tensor), refusal::dim_differs, "rows", rows, "rows");
+  }
+  if (rows > 1 && tensor.stride[0] != tensor.shape[1]) {
+    check.fail(argument, winnow::describe(tensor), refusal::one_of, "contiguous");
+  }
+}
+
+}  // namespace
+
+std::string_view name(CallKind kind) {
+  return kind == CallKind::all_gather ? "all_gather" : "reduce_scatter";
+}
+
+Collective checked_collective(CallKind kind, const Tensor& shard, const Tensor& whole,
+                              std::span<const std::int64_t> rows, int rank, int size,
+                              std::uint64_t number) {
+  Check check(name(kind));
+  if (rows.size() != static_cast<std::size_t>(size)) {
+    check.fail("rows", fmt::format("[{}]", rows.size()), refusal::dim_differs, "ranks", size,
+               "the communicator");
+  }
+  Collective call;
+  for (std::size_t r = 0; r < rows.size(); ++r) {
+    // MPI counts rows of all ranks, and of one rank from all others, in 32 bits.
+    check.in_range(fmt::format("rows[{}]", r).c_str(), rows[r], 0, kMost / size);
+    call.first.push_back(call.total);
+    call.total += rows[r];
+    call.signature.split = mixed(call.signature.split ^ static_cast<std::uint64_t>(rows[r]));
+  }
+  call.rows.assign(rows.begin(), rows.end());
+  call.own = rows[static_cast<std::size_t>(rank)];
+
+  const DTypes allowed = kind == CallKind::all_gather ? kAnyType : kSumType;
+  check.input("shard", shard, {"own rows", "width"}, allowed);
+  check.input("whole", whole, {"rows", "width"}, {shard.dtype});
+  check_rows(check, "shard", shard, call.own);
+  check_rows(check, "whole", whole, call.total);
+  check.dim_in_range("width", 0, kMost / element_bytes(shard.dtype));  // MPI counts its bytes
+  call.row_bytes = shard.shape[1] * element_bytes(shard.dtype);
+  call.signature.number = number;
+  call.signature.kind = kind;
+  call.signature.dtype = static_cast<std::uint64_t>(shard.dtype);
+  call.signature.rows = static_cast<std::uint64_t>(call.total);
+  call.signature.width = static_cast<std::uint64_t>(shard.shape[1]);
+  return call;
+}
+
+void check_agreement(std::span<const Signature> of_ranks) {
+  for (std::size_t r = 1; r < of_ranks.size(); ++r) {
+    const Signature& first = of_ranks[0];
+    const Signature& other = of_ranks[r];
+    if (other == first) continue;
+    Signature alike = other;
+    alike.split = first.split;
+    throw Error(ErrorCode::communication,
+                alike == first
+                    ? fmt::format("{}: ranks 0 and {} do not agree on how many rows each rank has",
+                                  describe(first), r)
+                    : fmt::format("rank {} calls {}, rank 0 {}: all ranks must call the same", r,
+                                  describe(other), describe(first)));
+  }
+}
+
+}  // namespace winnow::parallel

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stands in for NCCL and for CUDA devices in a build without CUDA.
+#include "parallel/device.h"
+#include "winnow/error.h"
+#include "winnow/parallel.h"
+
+namespace winnow {
+namespace {
+
+[[noreturn]] void refuse() {
+  throw Error(ErrorCode::unsupported, "context parallel: CUDA is not in this build");
+}
+
+}  // namespace
+
+namespace parallel {
+
+void* allocate_on_device(Device, std::size_t, const Execution&) { refuse(); }
+void free_on_device(Device, void*, const Execution&) noexcept {}
+void copy_rows_on_device(const Tensor&, const Tensor&, std::span<const Run>, std::int64_t,
+                         const Execution&) {
+  refuse();
+}
+void download(Device, void*, const void*, std::size_t, const Execution&) { refuse(); }
+void upload(Device, void*, const void*, std::size_t, const Execution&) { refuse(); }
+
+}  // namespace parallel
+
+std::unique_ptr<Communicator> nccl_communicator(ncclComm*, std::chrono::milliseconds) {
+  throw Error(ErrorCode::unsupported, "nccl_communicator: CUDA is not in this build");
+}
+
+}  // namespace winnow

@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stands in for the communicator over MPI in a build without MPI.
+#include "winnow/error.h"
+#include "winnow/parallel.h"
+
+namespace winnow {
+
+std::unique_ptr<Communicator> mpi_communicator(const void*, std::chrono::milliseconds) {
+  throw Error(ErrorCode::unsupported, "mpi_communicator: MPI is not in this build");
+}
+
+}  // namespace winnow
