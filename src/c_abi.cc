@@ -153,4 +153,29 @@ int winnow_shard_rows(const std::int32_t* cu_seqlens, std::size_t offsets, std::
     }
   });
 }
+
+/// lengths: of both lists, [rows, most documents of a row]. `lengths + rows` numbers are enough for
+/// offsets, `rows` for max_seqlen; written are [chunks, *offsets] of them, padded ones if
+/// *has_padded, and the mask of all rows * row_tokens slots.
+int winnow_thd_layout(const std::int64_t* seq_lens, const std::int64_t* seq_lens_padded,
+                      std::size_t lengths, std::int64_t rows, std::int64_t row_tokens,
+                      std::int64_t fill, std::int64_t chunks, std::int64_t* offsets,
+                      std::int32_t* cu_seqlens, std::int32_t* cu_seqlens_padded, int* has_padded,
+                      std::int32_t* max_seqlen, std::uint8_t* padding_mask) {
+  return winnow::c_abi::guard([&] {
+    const winnow::ThdLayout layout =
+        winnow::thd_layout({.rows = rows,
+                            .row_tokens = row_tokens,
+                            .seq_lens = std::span(seq_lens, lengths),
+                            .seq_lens_padded = std::span(seq_lens_padded, lengths),
+                            .fill = fill},
+                           chunks);
+    *offsets = layout.offsets;
+    *has_padded = layout.cu_seqlens_padded.empty() ? 0 : 1;
+    std::copy(layout.cu_seqlens.begin(), layout.cu_seqlens.end(), cu_seqlens);
+    std::copy(layout.cu_seqlens_padded.begin(), layout.cu_seqlens_padded.end(), cu_seqlens_padded);
+    std::copy(layout.max_seqlen.begin(), layout.max_seqlen.end(), max_seqlen);
+    std::copy(layout.padding_mask.begin(), layout.padding_mask.end(), padding_mask);
+  });
+}
 }

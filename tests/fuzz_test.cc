@@ -433,6 +433,20 @@ TEST(Refusals, OfDlpack) {
   coverage.record(refusal_of([&] { from_dlpack(source); }));
 }
 
+TEST(Refusals, OfThdBatches) {
+  const std::vector<std::int64_t> lengths = {3, -2, -1000, 4};
+  const auto layout = [&](std::int64_t rows, std::size_t first, std::int64_t chunks) {
+    const auto two = std::span(lengths).subspan(first, 2);
+    thd_layout({.rows = rows, .row_tokens = 4, .seq_lens = two, .seq_lens_padded = two}, chunks);
+  };
+  expect_refused(
+      [&] { layout(1, 0, 1); },
+      "thd_batch: seq_lens[0][1] -2: must be at least 0, or -1000 behind the last length");
+  expect_refused([&] { layout(1, 2, 1); },
+                 "thd_batch: seq_lens[0][1] 4: must be -1000, as seq_lens[0][0]");
+  expect_refused([&] { layout(3, 0, 2); }, "thd_batch: rows 3: must be a multiple of 2, as chunks");
+}
+
 // ---- The last test: it looks at what the others have seen.
 
 TEST(Refusals, AreAllReached) {

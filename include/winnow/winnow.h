@@ -17,6 +17,7 @@
 #include "winnow/quantize_fp8.h"
 #include "winnow/sparse_attention.h"
 #include "winnow/tensor.h"
+#include "winnow/thd_batch.h"
 #include "winnow/value_projection.h"
 #include "winnow/window_indices.h"
 

@@ -412,3 +412,54 @@ def shard_rows(
         )
     )
     return rows, list(counts)
+
+
+class ThdLayout(NamedTuple):
+    """winnow::ThdLayout; torch.frombuffer takes its arrays as they are."""
+
+    cu_seqlens: array  # "i", [chunks, offsets]
+    cu_seqlens_padded: array | None  # "i", [chunks, offsets]; None if the same
+    max_seqlen: array  # "i", [chunks]
+    padding_mask: bytearray  # [rows, row_tokens], 1: padding
+
+
+def thd_layout(
+    seq_lens: Iterable[int],  # [rows, most documents of a row]
+    seq_lens_padded: Iterable[int],  # the same
+    rows: int,
+    row_tokens: int,
+    fill: int = -1000,
+    chunks: int = 1,
+) -> ThdLayout:
+    """Where the documents of a padded batch stand once it is flat: winnow::thd_layout."""
+    name = "thd_batch"
+    sizes = (rows, row_tokens, fill, chunks)
+    _integers(name, "rows, row_tokens, fill, chunks", "q", sizes)
+    real = _integers(name, "seq_lens", "q", seq_lens)
+    padded = _integers(name, "seq_lens_padded", "q", seq_lens_padded)
+    if len(padded) != len(real):
+        raise ValueError(f"{name}: seq_lens_padded [{len(padded)}]: must be [{len(real)}]")
+    offsets, has_padded = ctypes.c_int64(), ctypes.c_int()
+    cu_seqlens, cu_seqlens_padded = (array("i", [0]) * (len(real) + rows) for _ in range(2))
+    max_seqlen, padding_mask = array("i", [0]) * rows, bytearray(max(rows * row_tokens, 0))
+    _check(
+        _lib.winnow_thd_layout(
+            _address(real),
+            _address(padded),
+            ctypes.c_size_t(len(real)),
+            *map(ctypes.c_int64, sizes),
+            ctypes.byref(offsets),
+            _address(cu_seqlens),
+            _address(cu_seqlens_padded),
+            ctypes.byref(has_padded),
+            _address(max_seqlen),
+            (ctypes.c_uint8 * len(padding_mask)).from_buffer(padding_mask),
+        )
+    )
+    written = chunks * offsets.value
+    return ThdLayout(
+        cu_seqlens[:written],
+        cu_seqlens_padded[:written] if has_padded.value else None,
+        max_seqlen[:chunks],
+        padding_mask,
+    )

@@ -30,6 +30,9 @@ inline constexpr char at_least[] = "must be at least {}";
 inline constexpr char at_most[] = "must be at most {}";
 inline constexpr char at_least_as[] = "must be at least {}, as {}";
 inline constexpr char at_most_as[] = "must be at most {}, as {}";
+inline constexpr char at_least_or_fill[] = "must be at least {}, or {} behind the last length";
+inline constexpr char same_as[] = "must be {}, as {}";
+inline constexpr char multiple_of_as[] = "must be a multiple of {}, as {}";
 inline constexpr char one_of[] = "must be {}";
 inline constexpr char not_finite[] = "must be finite";
 inline constexpr char no_default_scale[] =
@@ -60,7 +63,7 @@ inline constexpr char device_out_of_reach[] = "cannot reach tensors on {}";
 inline constexpr char over_limit[] =
     "needs a workspace_limit of at least {} bytes for this call, the limit is {}";
 
-inline constexpr std::array<const char*, 42> all = {absent,
+inline constexpr std::array<const char*, 45> all = {absent,
                                                     rank,
                                                     rank_of_x,
                                                     dtype,
@@ -81,6 +84,9 @@ inline constexpr std::array<const char*, 42> all = {absent,
                                                     at_most,
                                                     at_least_as,
                                                     at_most_as,
+                                                    at_least_or_fill,
+                                                    same_as,
+                                                    multiple_of_as,
                                                     one_of,
                                                     not_finite,
                                                     no_default_scale,
