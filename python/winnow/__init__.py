@@ -32,12 +32,14 @@ if importlib.util.find_spec("torch") is not None:  # without torch there is winn
         value_projection,
         window_indices,
     )
+    from winnow.keys import Keys, gather_keys
     from winnow.ops import why_not
     from winnow.packing import Packing, Windows
 
     __all__ = [
         "Attention",
         "IndexList",
+        "Keys",
         "Packing",
         "Quantized",
         "Selection",
@@ -46,6 +48,7 @@ if importlib.util.find_spec("torch") is not None:  # without torch there is winn
         "backends",
         "dense_index_loss",
         "flash_mla",
+        "gather_keys",
         "index_loss",
         "index_topk",
         "keep_selections",

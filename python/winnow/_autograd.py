@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The autograd Functions behind `winnow.functional`: an operator forward, an operator backward."""
+"""The autograd Functions behind `winnow.functional`: an operator forward, an operator backward.
+
+Keys that lie on many ranks come as this rank's, to which the gradient flows, and a Keys object. So
+one node sums the gradient of all keys over ranks before anything rounds it: between two nodes the
+engine would.
+"""
 
 from typing import NamedTuple
 
@@ -7,44 +12,72 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from winnow.keys import Gathering, Keys
+
 _ops = torch.ops.winnow
 
 
-def _index_topk_gradients(ctx, d_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _ops.index_topk_backward(
-        *ctx.saved_tensors,
+def _all_keys(local: Tensor, keys: Keys | None) -> tuple[Tensor, Tensor]:
+    """The keys that an operator reads, and those that its backward keeps."""
+    if keys is None:
+        return local, local
+    return keys.values, keys.gathering.to_keep(local, keys.values)
+
+
+def _restored(gathering: Gathering | None, kept: Tensor) -> Tensor:
+    return kept if gathering is None else gathering.whole(kept)
+
+
+def _local_gradient(ctx, argument: int, gathering: Gathering | None, d_keys: Tensor, kept: Tensor):
+    if gathering is None:
+        return d_keys
+    return gathering.local_gradient(d_keys, kept.dtype) if ctx.needs_input_grad[argument] else None
+
+
+def _index_topk_gradients(ctx, d_scores: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    q, k, *others = ctx.saved_tensors
+    d_q, d_k, d_weights = _ops.index_topk_backward(
+        q,
+        _restored(ctx.gathering, k),
+        *others,
         d_scores.contiguous(),
+        ctx.gathering is not None,
         backend=ctx.backend,
         deterministic=ctx.deterministic,
     )
+    return d_q, _local_gradient(ctx, 1, ctx.gathering, d_k, k), d_weights
 
 
 class IndexTopk(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, q, k, weights, k_scale, begin, end, topk, order, deterministic, backend
+        ctx, q, k, weights, k_scale, begin, end, topk, order, deterministic, backend, keys
     ) -> tuple[Tensor, Tensor, Tensor]:
+        k, kept = _all_keys(k, keys)
         indices, lengths, scores = _ops.index_topk_forward(
             q, k, weights, k_scale, begin, end, topk, order, True, backend=backend
         )
-        ctx.save_for_backward(q, k, weights, begin, end, indices, lengths)
+        ctx.save_for_backward(q, kept, weights, begin, end, indices, lengths)
         ctx.mark_non_differentiable(indices, lengths)
         ctx.deterministic, ctx.backend = deterministic, backend
+        ctx.gathering = None if keys is None else keys.gathering
         return indices, lengths, scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_indices, d_lengths, d_scores):
-        return *_index_topk_gradients(ctx, d_scores), *[None] * 7
+        return *_index_topk_gradients(ctx, d_scores), *[None] * 8
 
 
 class IndexReplay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, q, k, weights, k_scale, begin, end, indices, lengths, deterministic, backend
+        ctx, q, k, weights, k_scale, begin, end, indices, lengths, deterministic, backend, keys
     ) -> Tensor:
-        ctx.save_for_backward(q, k, weights, begin, end, indices, lengths)
+        k, kept = _all_keys(k, keys)
+        ctx.save_for_backward(q, kept, weights, begin, end, indices, lengths)
         ctx.deterministic, ctx.backend = deterministic, backend
+        ctx.gathering = None if keys is None else keys.gathering
         return _ops.index_topk_replay(
             q, k, weights, k_scale, begin, end, indices, lengths, backend=backend
         )
@@ -52,7 +85,7 @@ class IndexReplay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_scores):
-        return *_index_topk_gradients(ctx, d_scores), *[None] * 7
+        return *_index_topk_gradients(ctx, d_scores), *[None] * 8
 
 
 class AttentionOptions(NamedTuple):
@@ -68,14 +101,16 @@ class AttentionOptions(NamedTuple):
 
 class SparseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, kv, indices, lengths, sink, options) -> tuple[Tensor, ...]:
+    def forward(ctx, q, kv, indices, lengths, sink, options, keys) -> tuple[Tensor, ...]:
+        kv, kept = _all_keys(kv, keys)
         v_dim, scale, with_max_logits, _, _, backend = options
         out, lse, max_logits = _ops.sparse_attention_forward(
             q, kv, indices, lengths, sink, v_dim, scale, with_max_logits, backend=backend
         )
-        ctx.save_for_backward(q, kv, indices, lengths, sink, out, lse)
+        ctx.save_for_backward(q, kept, indices, lengths, sink, out, lse)
         ctx.set_materialize_grads(False)
         ctx.options = options
+        ctx.gathering = None if keys is None else keys.gathering
         if not with_max_logits:
             return out, lse  # torch 2.6 compiles no Function that returns None
         ctx.mark_non_differentiable(max_logits)
@@ -85,19 +120,23 @@ class SparseAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out, d_lse, *d_max_logits):
         _, scale, _, max_heads_per_pass, deterministic, backend = ctx.options
-        *inputs, out, lse = ctx.saved_tensors
+        q, kv, *others, out, lse = ctx.saved_tensors
         d_q, d_kv, d_sink = _ops.sparse_attention_backward(
-            *inputs,
+            q,
+            _restored(ctx.gathering, kv),
+            *others,
             out,
             lse,
             torch.zeros_like(out) if d_out is None else d_out.contiguous(),
             None if d_lse is None else d_lse.contiguous(),
             scale,
             max_heads_per_pass,
+            ctx.gathering is not None,
             backend=backend,
             deterministic=deterministic,
         )
-        return d_q, d_kv, None, None, d_sink, None
+        d_kv = _local_gradient(ctx, 1, ctx.gathering, d_kv, kv)
+        return d_q, d_kv, None, None, d_sink, None, None
 
 
 class ValueProjection(torch.autograd.Function):
@@ -149,24 +188,40 @@ class DenseIndexLoss(torch.autograd.Function):
         key_offset,
         deterministic,
         backend,
+        keys,
+        index_keys,
     ) -> tuple[Tensor, Tensor]:
-        inputs = (q, kv, sink, index_q, index_k, weights, begin, end)
-        loss, lse = _ops.dense_index_loss_forward(*inputs, scale, key_offset, backend=backend)
-        ctx.save_for_backward(*inputs, lse)
+        kv, kept_kv = _all_keys(kv, keys)
+        index_k, kept_index_k = _all_keys(index_k, index_keys)
+        rest = (weights, begin, end)
+        loss, lse = _ops.dense_index_loss_forward(
+            q, kv, sink, index_q, index_k, *rest, scale, key_offset, backend=backend
+        )
+        ctx.save_for_backward(q, kept_kv, sink, index_q, kept_index_k, *rest, lse)
         ctx.mark_non_differentiable(lse)
         ctx.scale, ctx.key_offset = scale, key_offset
         ctx.deterministic, ctx.backend = deterministic, backend
+        ctx.gathering = None if keys is None else keys.gathering
+        ctx.index_gathering = None if index_keys is None else index_keys.gathering
         return loss, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_loss, d_lse):
-        gradients = _ops.dense_index_loss_backward(
-            *ctx.saved_tensors,
+        q, kv, sink, index_q, index_k, *others = ctx.saved_tensors
+        d_index_q, d_index_k, d_weights = _ops.dense_index_loss_backward(
+            q,
+            _restored(ctx.gathering, kv),
+            sink,
+            index_q,
+            _restored(ctx.index_gathering, index_k),
+            *others,
             d_loss.contiguous(),
             ctx.scale,
             ctx.key_offset,
+            ctx.index_gathering is not None,
             backend=ctx.backend,
             deterministic=ctx.deterministic,
         )
-        return None, None, None, *gradients, *[None] * 6
+        d_index_k = _local_gradient(ctx, 4, ctx.index_gathering, d_index_k, index_k)
+        return None, None, None, d_index_q, d_index_k, d_weights, *[None] * 8

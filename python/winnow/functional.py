@@ -8,6 +8,7 @@ slots of a row.
 
 Arguments that many functions have:
     backend: "automatic" (the default), "reference", "cpu" or "cuda".
+    k, kv, index_k: keys are a tensor, or what gather_keys made of keys that lie on many ranks.
     deterministic: backward gives the same bits in every run, at some cost. Implied by
         torch.use_deterministic_algorithms.
     reduction: of a loss per row: "mean" over the rows that count, "sum" or "none". Across ranks,
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from winnow import _autograd
 from winnow._arguments import Array, at_least, one_of, optional_tensor, tensor
+from winnow.keys import Keys
 from winnow.packing import Packing
 
 _ops = torch.ops.winnow
@@ -63,13 +65,13 @@ class Quantized(NamedTuple):
 
 def index_topk(
     q: Array,
-    k: Array,
+    k: Array | Keys,
     weights: Array,
     packing: Packing,
     *,
     topk: int | None = None,
     ratio: int = 1,
-    k_scale: Array | None = None,
+    k_scale: Array | Keys | None = None,
     indices: Array | None = None,
     lengths: Array | None = None,
     order: str = "ascending",
@@ -96,9 +98,9 @@ def index_topk(
         order: of the slots: "ascending" by key, or "by_score", largest first.
         with_scores: False saves the memory of scores that nobody reads.
     """
-    q, k = tensor("index_topk", "q", q), tensor("index_topk", "k", k)
+    q, (k, keys) = tensor("index_topk", "q", q), _keys("index_topk", "k", k)
     weights = tensor("index_topk", "weights", weights)
-    k_scale = optional_tensor("index_topk", "k_scale", k_scale)
+    k_scale = None if k_scale is None else _values("index_topk", "k_scale", k_scale)
     indices = optional_tensor("index_topk", "indices", indices)
     lengths = optional_tensor("index_topk", "lengths", lengths)
     if (topk is None) == (indices is None):
@@ -107,6 +109,7 @@ def index_topk(
     if lengths is not None and indices is None:
         raise ValueError("index_topk: lengths: must be absent without indices")
     _check_rows("index_topk", packing, q)
+    _check_keys("index_topk", "k", packing, ratio, k, keys)
     if q.dtype == torch.float8_e4m3fn and with_scores and _needs_gradient(weights):
         raise NotImplementedError(
             "index_topk: weights require gradients: with q of float8_e4m3fn there are none"
@@ -115,24 +118,27 @@ def index_topk(
     inputs = (q, k, weights, k_scale, *windows)
     backend = backend or "automatic"
     if indices is not None:
-        scores = _autograd.IndexReplay.apply(*inputs, indices, lengths, deterministic, backend)
+        scores = _autograd.IndexReplay.apply(
+            *inputs, indices, lengths, deterministic, backend, keys
+        )
         return Selection(indices, scores, lengths)
     at_least("index_topk", "topk", topk, 1)
     if not with_scores:
         with torch.no_grad():
+            k = k if keys is None else keys.values
             indices, lengths, scores = _ops.index_topk_forward(
-                *inputs, topk, order, False, backend=backend
+                q, k, *inputs[2:], topk, order, False, backend=backend
             )
         return Selection(indices, scores, lengths)
     indices, lengths, scores = _autograd.IndexTopk.apply(
-        *inputs, topk, order, deterministic, backend
+        *inputs, topk, order, deterministic, backend, keys
     )
     return Selection(indices, scores, lengths)
 
 
 def sparse_attention(
     q: Array,
-    kv: Array,
+    kv: Array | Keys,
     indices: Array,
     *,
     v_dim: int | None = None,
@@ -163,7 +169,7 @@ def sparse_attention(
         with_max_logits: compute the largest logit of every row and head too.
         max_heads_per_pass: backward works through heads in pieces of this many.
     """
-    q, kv = tensor("sparse_attention", "q", q), tensor("sparse_attention", "kv", kv)
+    q, (kv, keys) = tensor("sparse_attention", "q", q), _keys("sparse_attention", "kv", kv)
     indices = tensor("sparse_attention", "indices", indices)
     sink = optional_tensor("sparse_attention", "sink", sink)
     lengths = optional_tensor("sparse_attention", "lengths", lengths)
@@ -182,7 +188,9 @@ def sparse_attention(
         deterministic,
         backend or "automatic",
     )
-    out, lse, *max_logits = _autograd.SparseAttention.apply(q, kv, indices, lengths, sink, options)
+    out, lse, *max_logits = _autograd.SparseAttention.apply(
+        q, kv, indices, lengths, sink, options, keys
+    )
     return Attention(out, lse, max_logits[0] if with_max_logits else None)
 
 
@@ -205,7 +213,7 @@ def value_projection(
 def index_loss(
     selection: Selection,
     q: Array,
-    kv: Array,
+    kv: Array | Keys,
     lse: Array,
     *,
     scale: float,
@@ -233,7 +241,7 @@ def index_loss(
         reduction: of the loss per row, see above.
     """
     one_of("index_loss", "reduction", reduction, _REDUCTIONS)
-    q, kv = tensor("index_loss", "q", q), tensor("index_loss", "kv", kv)
+    q, kv = tensor("index_loss", "q", q), _values("index_loss", "kv", kv)
     lse = tensor("index_loss", "lse", lse)
     sink = optional_tensor("index_loss", "sink", sink)
     indices, scores, lengths = selection
@@ -258,9 +266,9 @@ def index_loss(
 
 def dense_index_loss(
     q: Array,
-    kv: Array,
+    kv: Array | Keys,
     index_q: Array,
-    index_k: Array,
+    index_k: Array | Keys,
     weights: Array,
     packing: Packing,
     *,
@@ -288,13 +296,29 @@ def dense_index_loss(
         reduction: of the loss per row, see above. Rows with fewer than two keys do not count.
     """
     one_of("dense_index_loss", "reduction", reduction, _REDUCTIONS)
-    named = {"q": q, "kv": kv, "index_q": index_q, "index_k": index_k, "weights": weights}
-    q, kv, *index = (tensor("dense_index_loss", name, x) for name, x in named.items())
+    named = {"q": q, "index_q": index_q, "weights": weights}
+    q, index_q, weights = (tensor("dense_index_loss", name, x) for name, x in named.items())
+    kv, keys = _keys("dense_index_loss", "kv", kv)
+    index_k, index_keys = _keys("dense_index_loss", "index_k", index_k)
     sink = optional_tensor("dense_index_loss", "sink", sink)
     _check_rows("dense_index_loss", packing, q)
+    _check_keys("dense_index_loss", "index_k", packing, ratio, index_k, index_keys)
     begin, end = packing.windows(ratio)
     loss, lse = _autograd.DenseIndexLoss.apply(
-        q, kv, sink, *index, begin, end, scale, key_offset, deterministic, backend or "automatic"
+        q,
+        kv,
+        sink,
+        index_q,
+        index_k,
+        weights,
+        begin,
+        end,
+        scale,
+        key_offset,
+        deterministic,
+        backend or "automatic",
+        keys,
+        index_keys,
     )
     if reduction != "mean":
         return loss if reduction == "none" else loss.sum()
@@ -332,11 +356,13 @@ def window_indices(
     pool_ids = optional_tensor("window_indices", "pool_ids", pool_ids)
     tokens = packing.tokens
     if topk is None:
-        if ratio and pool_ids is None and packing.query_rows is not None:
-            raise ValueError(
-                "window_indices: topk None: must be given where the packing has query_rows"
-            )
-        pools = tokens // ratio if ratio and pool_ids is None else 0
+        pools = 0
+        if ratio and pool_ids is None:
+            if packing.batch_tokens is None:
+                raise ValueError(
+                    "window_indices: topk None: must be given where the packing has query_rows"
+                )
+            pools = packing.batch_tokens // ratio
         topk = window + (pools if pool_ids is None else pool_ids.shape[-1])
     at_least("window_indices", "topk", topk, 1)
     indices, lengths = _ops.window_indices(
@@ -378,6 +404,30 @@ def _check_rows(function: str, packing: Packing, q: Tensor) -> None:
         raise ValueError(
             f"{function}: packing of {packing.tokens} rows: must have {q.shape[0]}, as q"
         )
+
+
+def _check_keys(
+    function: str, name: str, packing: Packing, ratio: int, local: Tensor, keys: Keys | None
+) -> None:
+    """Windows of a rank are those of the whole batch: they mean nothing in its own keys."""
+    must_have = packing.keys(ratio)
+    has = keys.gathering.layout.size if keys is not None else len(local) if local.dim() else 0
+    if must_have is not None and has != must_have:
+        raise ValueError(
+            f"{function}: {name} of {has} rows: must have {must_have}, those of all ranks, as"
+            " gather_keys brings them"
+        )
+
+
+def _keys(function: str, name: str, value: Array | Keys) -> tuple[Tensor, Keys | None]:
+    """This rank's keys, and how to reach the others' if there are any."""
+    if isinstance(value, Keys):
+        return value.local, value if value.gathering is not None else None
+    return tensor(function, name, value), None
+
+
+def _values(function: str, name: str, value: Array | Keys) -> Tensor:
+    return value.values if isinstance(value, Keys) else tensor(function, name, value)
 
 
 def _needs_gradient(x: Tensor) -> bool:

@@ -134,11 +134,13 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _sum_over_rows(x: Tensor) -> Tensor:
+def _sum_over_rows(x: Tensor, unrounded: bool = False) -> Tensor:
     """A gradient to which many rows add: the library adds to one of the accumulation type, and
-    overwrites another with sums that it rounds once."""
-    accumulates = x.dtype == _accumulator(x)
-    return torch.zeros_like(x, memory_format=torch.contiguous_format) if accumulates else _like(x)
+    overwrites another with sums that it rounds once. Unrounded: for ranks that add theirs first."""
+    if unrounded or x.dtype == _accumulator(x):
+        contiguous = torch.contiguous_format
+        return torch.zeros_like(x, dtype=_accumulator(x), memory_format=contiguous)
+    return _like(x)
 
 
 # Shapes are taken by slices below: a tensor with too few dimensions shall reach the library, which
@@ -207,11 +209,17 @@ def index_topk_replay(q, k, weights, k_scale, begin, end, indices, lengths) -> O
 
 @_operator(
     "Tensor q, Tensor k, Tensor weights, Tensor begin, Tensor end, Tensor indices, "
-    "Tensor? lengths, Tensor d_scores",
+    "Tensor? lengths, Tensor d_scores, bool unrounded_d_k=False",
     "(Tensor d_q, Tensor d_k, Tensor d_weights)",
 )
-def index_topk_backward(q, k, weights, begin, end, indices, lengths, d_scores) -> Outputs:
-    return {"d_q": _like(q), "d_k": _sum_over_rows(k), "d_weights": _like(weights)}
+def index_topk_backward(
+    q, k, weights, begin, end, indices, lengths, d_scores, unrounded_d_k=False
+) -> Outputs:
+    return {
+        "d_q": _like(q),
+        "d_k": _sum_over_rows(k, unrounded_d_k),
+        "d_weights": _like(weights),
+    }
 
 
 @_operator(
@@ -232,15 +240,27 @@ def sparse_attention_forward(
 
 @_operator(
     "Tensor q, Tensor kv, Tensor indices, Tensor? lengths, Tensor? sink, Tensor out, Tensor lse, "
-    "Tensor d_out, Tensor? d_lse, float scale, int max_heads_per_pass=0",
+    "Tensor d_out, Tensor? d_lse, float scale, int max_heads_per_pass=0, "
+    "bool unrounded_d_kv=False",
     "(Tensor d_q, Tensor d_kv, Tensor? d_sink)",
 )
 def sparse_attention_backward(
-    q, kv, indices, lengths, sink, out, lse, d_out, d_lse, scale, max_heads_per_pass=0
+    q,
+    kv,
+    indices,
+    lengths,
+    sink,
+    out,
+    lse,
+    d_out,
+    d_lse,
+    scale,
+    max_heads_per_pass=0,
+    unrounded_d_kv=False,
 ) -> Outputs:
     return {
         "d_q": _like(q),
-        "d_kv": _sum_over_rows(kv),
+        "d_kv": _sum_over_rows(kv, unrounded_d_kv),
         "d_sink": None if sink is None else torch.zeros_like(sink),
     }
 
@@ -289,15 +309,28 @@ def dense_index_loss_forward(
 
 @_operator(
     "Tensor q, Tensor kv, Tensor? sink, Tensor index_q, Tensor index_k, Tensor weights, "
-    "Tensor begin, Tensor end, Tensor lse, Tensor d_loss, float scale, SymInt key_offset=0",
+    "Tensor begin, Tensor end, Tensor lse, Tensor d_loss, float scale, SymInt key_offset=0, "
+    "bool unrounded_d_index_k=False",
     "(Tensor d_index_q, Tensor d_index_k, Tensor d_weights)",
 )
 def dense_index_loss_backward(
-    q, kv, sink, index_q, index_k, weights, begin, end, lse, d_loss, scale, key_offset=0
+    q,
+    kv,
+    sink,
+    index_q,
+    index_k,
+    weights,
+    begin,
+    end,
+    lse,
+    d_loss,
+    scale,
+    key_offset=0,
+    unrounded_d_index_k=False,
 ) -> Outputs:
     return {
         "d_index_q": _like(index_q),
-        "d_index_k": _sum_over_rows(index_k),
+        "d_index_k": _sum_over_rows(index_k, unrounded_d_index_k),
         "d_weights": _like(weights),
     }
 

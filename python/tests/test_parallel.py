@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context parallel over Gloo: ranks are processes, and together they compute what one computes.
+
+Functions whose names begin with an underscore run in the ranks.
+"""
+
+import os
+import signal
+import time
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import GRAD_LIMIT, Random, assert_equal, assert_within, bf16, f16, f32, f64, offsets
+from ranks import Failure, Ranks
+from torch.utils.checkpoint import checkpoint
+
+import winnow
+from winnow.parallel import Layout
+from winnow.parallel import Ranks as Group
+
+SIZES = (1, 2, 3, 4, 8)
+SCALE = 0.25
+HEADS, QK_DIM, V_DIM, INDEX_HEADS, INDEX_DIM, TOPK = 2, 24, 16, 2, 8, 6
+
+
+class Batch(NamedTuple):
+    lengths: list[int]
+    slots: list[int] | None = None  # lengths with padding
+    behind: int = 0  # rows behind the last document
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.slots or self.lengths) + self.behind
+
+    def packing(self, **options: Any) -> winnow.Packing:
+        padded = None if self.slots is None else offsets(self.slots)
+        return winnow.Packing(offsets(self.lengths), padded, tokens=self.tokens, **options)
+
+
+BATCHES = {
+    "even": Batch([48]),
+    "one_document": Batch([37]),
+    "packed": Batch([5, 0, 17, 1, 12]),
+    "padded": Batch([5, 0, 17, 9], [8, 2, 17, 13], 4),
+    "fewer_rows_than_ranks": Batch([2, 1]),
+    "nothing": Batch([]),
+}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def ranks(request, tmp_path_factory):
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    with Ranks(request.param, str(store)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    with Ranks(2, str(tmp_path_factory.mktemp("ranks") / "store")) as started:
+        yield started
+
+
+def whole(results: list[dict[str, Any]], name: str, rows: str = "rows") -> torch.Tensor:
+    """The rows of all ranks in global order; every row must be there once."""
+    order = torch.cat([result[rows] for result in results]).long()
+    assert_equal(order.sort().values, torch.arange(len(order)))
+    parts = torch.cat([result[name] for result in results])
+    return torch.empty_like(parts).index_copy_(0, order, parts)
+
+
+def _leaves(packing: winnow.Packing, tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """This rank's rows of inputs that are the same whatever the ranks."""
+    random = Random(tokens)
+    accumulator = f64 if dtype == f64 else f32
+    inputs = {
+        "q": random.normal(tokens, HEADS, QK_DIM, dtype=dtype),
+        "kv": random.normal(tokens, QK_DIM, dtype=dtype),
+        "index_q": random.normal(tokens, INDEX_HEADS, INDEX_DIM, dtype=dtype),
+        "index_k": random.normal(tokens, INDEX_DIM, dtype=dtype),
+        "weights": random.normal(tokens, INDEX_HEADS, dtype=accumulator),
+        "d_out": random.normal(tokens, HEADS, V_DIM, dtype=dtype),
+    }
+    return {name: packing.shard(x).requires_grad_(name != "d_out") for name, x in inputs.items()}
+
+
+def _layer(packing, q, kv, index_q, index_k, weights, regather=False):
+    keys = winnow.gather_keys(kv, packing, regather=regather)
+    index_keys = winnow.gather_keys(index_k, packing, regather=regather)
+    selection = winnow.index_topk(index_q, index_keys, weights, packing, topk=TOPK)
+    out, lse, _ = winnow.sparse_attention(
+        q, keys, selection.indices, v_dim=V_DIM, scale=SCALE, lengths=selection.lengths
+    )
+    loss = winnow.index_loss(selection, q, keys, lse, scale=SCALE, reduction="none")
+    return selection, out, lse, loss
+
+
+def _train(batch: Batch, dtype: torch.dtype, group: Any = "world", **options: Any):
+    """A layer forward and backward; `group` None: on one rank."""
+    regather = options.pop("regather", False)
+    group = dist.group.WORLD if group == "world" else group
+    packing = batch.packing(group=group, **options)
+    leaves = _leaves(packing, batch.tokens, dtype)
+    d_out = leaves.pop("d_out")
+    selection, out, lse, loss = _layer(packing, **leaves, regather=regather)
+    ((out * d_out).sum() + loss.sum()).backward()
+    results = {"rows": packing.rows, "out": out, "lse": lse, "loss": loss} | selection._asdict()
+    results |= {f"d_{name}": x.grad for name, x in leaves.items()}
+    return {name: x.detach() for name, x in results.items()}
+
+
+FORWARD = ("out", "lse", "loss", "indices", "scores", "lengths")
+KEY_GRADIENTS = ("d_kv", "d_index_k")
+
+
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", list(BATCHES))
+def test_ranks_compute_what_one_computes(ranks, name, sharding):
+    batch = BATCHES[name]
+    for dtype in (f32, bf16):
+        results = ranks(_train, batch, dtype, "world", sharding=sharding)
+        expected = _train(batch, dtype, None)
+        for part in (*FORWARD, "d_q", "d_index_q", "d_weights"):
+            assert_equal(whole(results, part), expected[part])
+        for part in KEY_GRADIENTS:
+            assert_within(whole(results, part), expected[part].double(), GRAD_LIMIT[dtype])
+
+
+def test_gathering_again_gives_the_same_bits(ranks):
+    calls = [ranks(_train, BATCHES["padded"], bf16, "world", regather=x) for x in (False, True)]
+    for kept, again in zip(*calls, strict=True):
+        for part in kept:
+            assert_equal(kept[part], again[part])
+
+
+def _gathered_again() -> tuple[int, int]:
+    """Gathers of a step without and with `regather`."""
+    counts, gather = [], Layout.gather
+    for regather in (False, True):
+        calls = []
+        Layout.gather = lambda layout, x, calls=calls: (calls.append(1), gather(layout, x))[1]
+        try:
+            _train(BATCHES["packed"], f32, regather=regather)
+        finally:
+            Layout.gather = gather
+        counts.append(len(calls))
+    return tuple(counts)
+
+
+def test_backward_gathers_again_if_asked(two_ranks):
+    assert two_ranks(_gathered_again) == [(2, 4)] * 2
+
+
+def _dense(batch: Batch, group: Any = "world", **options: Any) -> dict[str, torch.Tensor]:
+    group = dist.group.WORLD if group == "world" else group
+    packing = batch.packing(group=group)
+    leaves = _leaves(packing, batch.tokens, f32)
+    q, kv, index_q, index_k, weights, _ = leaves.values()
+    kv, index_keys = (winnow.gather_keys(x, packing, **options) for x in (kv, index_k))
+    loss = winnow.dense_index_loss(
+        q, kv, index_q, index_keys, weights, packing, scale=SCALE, reduction="none"
+    )
+    loss.sum().backward()
+    results = {"rows": packing.rows, "loss": loss.detach(), "d_index_k": index_k.grad}
+    return results | {"d_index_q": index_q.grad, "d_weights": weights.grad}
+
+
+@pytest.mark.parametrize("regather", [False, True])
+def test_warm_up(ranks, regather):
+    for batch in (BATCHES["packed"], BATCHES["padded"]):
+        expected = _dense(batch, None)
+        results = ranks(_dense, batch, "world", regather=regather)
+        for part in ("loss", "d_index_q", "d_weights"):
+            assert_equal(whole(results, part), expected[part])
+        assert_within(whole(results, "d_index_k"), expected["d_index_k"].double(), GRAD_LIMIT[f32])
+
+
+def _replay(batch: Batch, group: Any = "world") -> dict[str, torch.Tensor]:
+    """Scores of given keys, and fp8 keys with their scales."""
+    group = dist.group.WORLD if group == "world" else group
+    packing = batch.packing(group=group)
+    _, _, index_q, index_k, weights, _ = _leaves(packing, batch.tokens, f32).values()
+    keys = winnow.gather_keys(index_k, packing)
+    indices = packing.shard(Random(3).lists(batch.tokens, 4, batch.tokens))
+    scores = winnow.index_topk(index_q, keys, weights, packing, indices=indices).scores
+    scores.masked_fill(scores.isinf(), 0).sum().backward()
+    q8, k8 = winnow.quantize_fp8(index_q), winnow.quantize_fp8(index_k)
+    with torch.no_grad():
+        keys8, scale8 = (winnow.gather_keys(x, packing) for x in k8)
+        fp8 = winnow.index_topk(
+            q8.values, keys8, weights * q8.scale, packing, topk=TOPK, k_scale=scale8
+        )
+        silent = winnow.index_topk(
+            index_q, keys, weights, packing, topk=TOPK, with_scores=False, order="by_score"
+        )
+    results = {"rows": packing.rows, "scores": scores.detach(), "d_index_k": index_k.grad}
+    return results | {"fp8": fp8.indices, "fp8_scores": fp8.scores, "silent": silent.indices}
+
+
+def test_replay_and_fp8(ranks):
+    batch = BATCHES["padded"]
+    results, expected = ranks(_replay, batch), _replay(batch, None)
+    for part in ("scores", "fp8", "fp8_scores", "silent"):
+        assert_equal(whole(results, part), expected[part])
+    assert_within(whole(results, "d_index_k"), expected["d_index_k"].double(), GRAD_LIMIT[f32])
+
+
+def _pools(batch: Batch, sharding: str, group: Any = "world") -> dict[str, torch.Tensor]:
+    """DeepSeek-V4: pools of 4 rows, chosen by the indexer, behind a window of rows."""
+    group, ratio = dist.group.WORLD if group == "world" else group, 4
+    packing = batch.packing(group=group, sharding=sharding, multiple=8)
+    leaves = _leaves(packing, batch.tokens, f32)
+    q, kv, index_q, index_k, weights, _ = leaves.values()
+    pools = kv[packing.pool_rows(ratio)].mean(1)
+    index_pools = index_k[packing.pool_rows(ratio)].mean(1)
+    keys = winnow.gather_keys(torch.cat([kv, pools]), packing, ratio=(1, ratio))
+    index_keys = winnow.gather_keys(index_pools, packing, ratio=ratio)
+    selection = winnow.index_topk(index_q, index_keys, weights, packing, topk=2, ratio=ratio)
+    options = {"window": 3, "ratio": ratio, "key_offset": batch.tokens}
+    chosen = winnow.window_indices(packing, pool_ids=selection.indices, **options)
+    out, lse, _ = winnow.sparse_attention(
+        q, keys, chosen.indices, lengths=chosen.lengths, sink=torch.tensor([0.5, -1.0])
+    )
+    loss = winnow.index_loss(
+        selection, q, keys, lse, scale=QK_DIM**-0.5, key_offset=batch.tokens, reduction="sum"
+    )
+    (out.square().sum() + loss).backward()
+    layout = packing.layout(ratio)
+    results = {"rows": packing.rows, "out": out, "chosen": chosen.indices, "pooled": pools}
+    results["pools"] = torch.arange(len(pools)) if layout is None else layout.own
+    results["all"] = winnow.window_indices(packing, **options).indices
+    results |= {f"d_{name}": leaves[name].grad for name in ("q", "kv", "index_k", "index_q")}
+    return {name: x.detach() for name, x in results.items()}
+
+
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+def test_pools(ranks, sharding):
+    for batch in (Batch([70]), Batch([21, 3, 40, 9], [24, 3, 44, 17], 5)):
+        results, expected = ranks(_pools, batch, sharding), _pools(batch, sharding, None)
+        for part in ("out", "chosen", "all", "d_q", "d_index_q"):
+            assert_equal(whole(results, part), expected[part])
+        assert_equal(whole(results, "pooled", "pools"), expected["pooled"])
+        for part in ("d_kv", "d_index_k"):
+            assert_within(whole(results, part), expected[part].double(), GRAD_LIMIT[f32])
+
+
+def _weighted_by_rank() -> list[torch.Tensor]:
+    """Rank r's loss is r + 1 times the sum of all keys: by an operator that passes every key on,
+    and by the gathered keys themselves."""
+    packing = Batch([6]).packing(group=dist.group.WORLD)
+    gradients = []
+    for dtype in (bf16, f64):
+        local = packing.shard(Random(1).normal(6, 8, dtype=dtype)).requires_grad_()
+        keys = winnow.gather_keys(local, packing)
+        q, indices = torch.zeros(6, 1, 8, dtype=dtype), torch.arange(6).int()[:, None]
+        every_key = winnow.sparse_attention(q, keys, indices).out
+        for x in (every_key, keys.whole):
+            (gradient,) = torch.autograd.grad((dist.get_rank() + 1) * x.sum(), local)
+            gradients.append(gradient)
+    return gradients
+
+
+def test_gradients_of_all_ranks_are_added(ranks):
+    total = sum(range(1, ranks.size + 1))  # with two ranks 3
+    for gradients in ranks(_weighted_by_rank):
+        for x in gradients:
+            assert_equal(x, torch.full_like(x, total))
+
+
+def _sum_beyond_bf16(dtype: torch.dtype, half: float) -> torch.Tensor:
+    """Rank 0 gives 1 + half, rank 1 gives half: half a unit in the last place of 1."""
+    packing = Batch([1]).packing(group=dist.group.WORLD)
+    local = torch.ones(packing.tokens, 8, dtype=dtype).requires_grad_()
+    keys = winnow.gather_keys(local, packing)
+    d_out = {0: [1, half], 1: [half, 0]}[dist.get_rank()]
+    q, indices = torch.zeros(2, 1, 8, dtype=dtype), torch.zeros(2, 1, dtype=torch.int32)
+    out = winnow.sparse_attention(q, keys, indices).out
+    out.backward(torch.tensor(d_out, dtype=dtype)[:, None, None].expand_as(out))
+    return local.grad
+
+
+@pytest.mark.parametrize(("dtype", "half"), [(bf16, 2**-8), (f16, 2**-11)])
+def test_gradients_are_rounded_after_the_sum_over_ranks(two_ranks, dtype, half):
+    # Rounded before, the terms would be 1 and half, and their sum 1.
+    gradient = torch.cat(two_ranks(_sum_beyond_bf16, dtype, half))
+    assert_equal(gradient, torch.full((1, 8), 1 + 2 * half, dtype=dtype))
+
+
+def _properties() -> None:
+    world = dist.group.WORLD
+    batch = BATCHES["padded"]
+    packing = batch.packing(group=world)
+    keys = winnow.gather_keys(packing.rows, packing)
+    assert packing.batch_tokens == batch.tokens and packing.tokens == len(packing.rows)
+    assert_equal(keys.whole, torch.arange(batch.tokens).int())
+    assert keys.whole.data_ptr() == keys.values.data_ptr()  # gathered once
+    assert (keys.whole is keys.local) == (dist.get_world_size() == 1)
+    x = torch.arange(2.0 * batch.tokens).view(-1, 2)
+    assert_equal(packing.shard(x), x[packing.rows.long()])
+    many = winnow.gather_keys(packing.shard(x)[:, None, :, None], packing)
+    assert_equal(many.whole, x[:, None, :, None])
+    windows = batch.packing().windows()
+    for mine, all_rows in zip(packing.windows(), windows, strict=True):
+        assert_equal(mine, packing.shard(all_rows))
+
+
+def test_properties(ranks):
+    ranks(_properties)
+
+
+def _checkpointed(context: str) -> dict[bool, dict[str, torch.Tensor]]:
+    packing = BATCHES["packed"].packing(group=dist.group.WORLD)
+    results = {}
+    for recompute in (False, True):
+        leaves = _leaves(packing, BATCHES["packed"].tokens, f32)
+        d_out = leaves.pop("d_out")
+        options = {"context_fn": winnow.keep_selections} if context == "keep_selections" else {}
+        if recompute:
+            _, out, _, loss = checkpoint(
+                _layer, packing, *leaves.values(), use_reentrant=False, **options
+            )
+        else:
+            _, out, _, loss = _layer(packing, **leaves)
+        ((out * d_out).sum() + loss.sum()).backward()
+        results[recompute] = {name: x.grad for name, x in leaves.items()}
+    return results
+
+
+@pytest.mark.parametrize("context", ["plain", "keep_selections"])
+def test_checkpointing_gives_the_same_bits(two_ranks, context):
+    for results in two_ranks(_checkpointed, context):
+        for name, gradient in results[False].items():
+            assert_equal(results[True][name], gradient)
+
+
+def _compiled() -> None:
+    batch = BATCHES["packed"]
+    packing = batch.packing(group=dist.group.WORLD)
+    gradients = []
+    for layer in (_layer, torch.compile(_layer, backend="aot_eager")):
+        leaves = _leaves(packing, batch.tokens, f32)
+        d_out = leaves.pop("d_out")
+        _, out, _, loss = layer(packing, **leaves)
+        ((out * d_out).sum() + loss.sum()).backward()
+        gradients.append([out.detach(), *(x.grad for x in leaves.values())])
+    for eager, compiled in zip(*gradients, strict=True):
+        assert_equal(compiled, eager)
+
+
+def test_compiled(two_ranks):
+    two_ranks(_compiled)
+
+
+def _call(name: str, odd: Any, usual: Any) -> None:
+    """Rank 1 has an odd argument."""
+    value, world = odd if dist.get_rank() == 1 else usual, dist.group.WORLD
+    if name == "offsets":
+        winnow.Packing(value, group=world)
+    elif name == "packing":
+        winnow.Packing(offsets([12]), group=world, **value)
+    else:
+        packing = winnow.Packing(offsets([12]), group=world)
+        rows_more, width, dtype, requires_grad = value
+        x = torch.zeros(packing.tokens + rows_more, width, dtype=dtype)
+        winnow.gather_keys(x.requires_grad_(requires_grad), packing)
+
+
+KEYS = (0, 8, f32, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "odd", "usual", "texts"),
+    [
+        ("offsets", offsets([5, 7]), offsets([5, 8]), ("tokens 12, 2 documents", "tokens 13")),
+        ("offsets", offsets([4, 8]), offsets([5, 7]), ("(offsets with sum",)),
+        ("packing", {"sharding": "contiguous"}, {}, ("sharding 'contiguous'", "sharding 'zigzag'")),
+        ("packing", {"multiple": 4}, {}, ("multiple 4", "multiple 1")),
+        ("packing", {"tokens": 14}, {}, ("tokens 14", "tokens 12")),
+        ("packing", {"padding_rows": "see_document"}, {}, ("'see_document'", "'empty'")),
+        ("keys", (0, 16, f32, False), KEYS, ("[rows, 16]", "[rows, 8]")),
+        ("keys", (0, 8, bf16, False), KEYS, ("torch.bfloat16", "torch.float32")),
+        ("keys", (1, 8, f32, False), KEYS, ("rows instead of",)),
+        ("keys", (0, 8, f32, True), KEYS, ("with gradient", "without gradient")),
+    ],
+)
+def test_ranks_that_differ_are_told_on_every_rank(two_ranks, name, odd, usual, texts):
+    two_ranks.start(_call, name, odd, usual)
+    for result in two_ranks.results():
+        function = "gather_keys" if name == "keys" else "Packing"
+        assert isinstance(result, Failure)
+        assert result.startswith(f"ValueError: {function}: ranks differ: rank 0: {function}: ")
+        for text in texts:
+            assert text in result.splitlines()[0]
+    two_ranks(_properties)  # the group is as good as before
+
+
+def _refusals() -> None:
+    world = dist.group.WORLD
+    with pytest.raises(ValueError, match="query_rows and group: only one"):
+        winnow.Packing(offsets([4]), query_rows=torch.zeros(2).int(), group=world)
+    with pytest.raises(TypeError, match="group is a int: must be a torch.distributed.ProcessGroup"):
+        winnow.Packing(offsets([4]), group=-100)
+    with pytest.raises(ValueError, match="sharding 'striped': must be one of contiguous, zigzag"):
+        winnow.Packing(offsets([4]), group=world, sharding="striped")
+    with pytest.raises(ValueError, match="shard_rows: multiple 0"):
+        winnow.Packing(offsets([4]), group=world, multiple=0)
+    with pytest.raises(ValueError, match=r"key_windows: cu_seqlens\[1\] -3"):
+        winnow.Packing(torch.tensor([0, -3]).int(), group=world)
+    with pytest.raises(ValueError, match=r"key_windows: cu_seqlens_padded\[2\] 2"):
+        winnow.Packing(offsets([1, 1]), torch.tensor([0, 3, 2]).int(), group=world)
+    with pytest.raises(ValueError, match="tokens"):
+        winnow.Packing(offsets([4]), group=world, tokens=3)
+    packing = winnow.Packing(offsets([12]), group=world, multiple=2)
+    x = torch.zeros(packing.tokens, 8)
+    with pytest.raises(ValueError, match="ratio 4: must divide multiple 2"):
+        winnow.gather_keys(x, packing, ratio=4)
+    with pytest.raises(TypeError, match="gather_keys: packing is a Tensor"):
+        winnow.gather_keys(x, offsets([12]))
+    with pytest.raises(ValueError, match=r"Packing.shard: x \[11, 8\]: must have 12 rows"):
+        packing.shard(torch.zeros(11, 8))
+    q, weights = torch.zeros(packing.tokens, 1, 8), torch.zeros(packing.tokens, 1)
+    with pytest.raises(ValueError, match="index_topk: k of 6 rows: must have 12, those of all"):
+        winnow.index_topk(q, x, weights, packing, topk=2)
+    with pytest.raises(ValueError, match="dense_index_loss: index_k of 6 rows: must have 12"):
+        winnow.dense_index_loss(q, x, q, x, weights, packing, scale=1.0)
+
+
+def test_what_is_wrong_is_named(two_ranks):
+    two_ranks(_refusals)
+
+
+TIMEOUT = 3.0
+
+
+def _with_a_lost_rank(stage: str, how: str) -> tuple[str, float]:
+    """Rank 1 is lost while the others are in a collective; what they get, and after how long."""
+    packing = BATCHES["even"].packing(group=dist.group.WORLD)
+    x = torch.ones(packing.tokens, 8, requires_grad=True)
+    if stage == "sum":
+        total = winnow.gather_keys(x, packing).whole.sum()
+    if dist.get_rank() == 1:
+        agree = Group.agree
+
+        def agree_and_go(*args: Any) -> None:
+            agree(*args)
+            time.sleep(0.5)  # now the others are in the collective
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+
+        Group.agree = agree_and_go
+    begin = time.monotonic()
+    try:
+        total.backward() if stage == "sum" else winnow.gather_keys(x, packing).values
+    except RuntimeError as error:
+        return str(error), time.monotonic() - begin
+    raise AssertionError("a collective without rank 1 has ended")
+
+
+@pytest.mark.parametrize("how", ["killed", "hung"])
+@pytest.mark.parametrize("stage", ["gather", "sum"])
+def test_a_lost_rank_is_an_error_on_the_others(tmp_path, stage, how):
+    with Ranks(3, str(tmp_path / "store"), TIMEOUT) as ranks:
+        ranks.start(_with_a_lost_rank, stage, how)
+        answers = ranks.results((0, 2), patience=30)
+    what = {"gather": "the gather of keys", "sum": "the sum of gradients over ranks"}[stage]
+    for rank, (text, seconds) in zip((0, 2), answers, strict=True):
+        assert text.startswith(f"gather_keys: {what} failed on rank {rank} of 3: ")
+        assert seconds < 2 * TIMEOUT

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gather_keys: the keys of all ranks before an operator, and their gradients back after it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from winnow._arguments import Array, tensor
+from winnow.packing import Packing
+from winnow.parallel import Layout
+from winnow.shards import Ratios
+
+
+class Gathering(NamedTuple):
+    """What an operator's backward does with gathered keys."""
+
+    layout: Layout
+    again: bool  # it has this rank's keys and gathers the others' once more
+
+    def to_keep(self, local: Tensor, whole: Tensor) -> Tensor:
+        """Of these, what backward needs."""
+        return local if self.again else whole
+
+    def whole(self, kept: Tensor) -> Tensor:
+        return self.layout.gather(kept).wait() if self.again else kept
+
+    def local_gradient(self, d_whole: Tensor, dtype: torch.dtype) -> Tensor:
+        """Summed over ranks as it comes, in the accumulation type, and rounded once."""
+        return self.layout.sum_to_parts(d_whole).to(dtype)
+
+
+class Keys:
+    """Keys of which every rank has some; made by gather_keys.
+
+    The operators take it in place of a tensor of keys, and their gradients flow to `local`.
+    """
+
+    def __init__(self, local: Tensor, layout: Layout | None, regather: bool = False) -> None:
+        self.local = local  # [rows of this rank, ...]
+        self.gathering = None if layout is None else Gathering(layout, regather)
+        self._under_way = None if layout is None else layout.gather(local)
+        self._values = None
+
+    @property
+    def whole(self) -> Tensor:
+        """[rows of all ranks, ...] in global order; the first use waits for the gather.
+
+        Differentiable. But autograd rounds the gradient that arrives here to the keys' dtype before
+        it is summed over ranks; operators that are given the Keys sum unrounded.
+        """
+        return self.local if self.gathering is None else _Whole.apply(self.local, self)
+
+    @property
+    def values(self) -> Tensor:
+        """As whole, without gradients."""
+        if self.gathering is None:
+            return self.local.detach()
+        if self._values is None:
+            self._values = self._under_way.wait()
+            self._under_way = None
+        return self._values
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, local, keys) -> Tensor:
+        ctx.gathering = keys.gathering
+        return keys.values.view_as(keys.values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_whole):
+        wide = d_whole if d_whole.dtype == torch.float64 else d_whole.float()
+        return ctx.gathering.local_gradient(wide, d_whole.dtype), None
+
+
+def gather_keys(x: Array, packing: Packing, *, ratio: Ratios = 1, regather: bool = False) -> Keys:
+    """Begins to gather the keys of all ranks, and returns at once.
+
+    Whatever does not need them, such as the query side of a layer, runs beside the gather until an
+    operator is given the Keys. All ranks of the packing's group call it, in the same order. Without
+    a group, or with one rank, nothing is copied and `whole` is `local`.
+
+    Args:
+        x: [rows of this rank, ...], in the order of packing.rows: keys, or their scales.
+        packing: says which rows this rank has.
+        ratio: x holds pools of so many rows, in the order of packing.pool_rows(ratio). With (1, r)
+            it holds rows and behind them pools: `whole` is DeepSeek-V4's [rows | pools].
+        regather: keep this rank's keys alone for backward, and gather the others' there once more:
+            less memory, one more collective.
+    """
+    x = tensor("gather_keys", "x", x)
+    if not isinstance(packing, Packing):
+        raise TypeError(f"gather_keys: packing is a {type(packing).__name__}: must be a Packing")
+    layout = packing.layout(ratio)
+    if layout is not None:
+        gradient = "with" if torch.is_grad_enabled() and x.requires_grad else "without"
+        width = "".join(f", {n}" for n in x.shape[1:])
+        signature = f"x {x.dtype} [rows{width}] of ratio {ratio} {gradient} gradient"
+        has, must_have = len(x) if x.dim() else 0, len(layout.own)
+        mistake = f"{has} rows instead of {must_have}" if has != must_have or not x.dim() else ""
+        layout.ranks.agree_on_keys(x.device, signature, mistake)
+    return Keys(x, layout, regather)

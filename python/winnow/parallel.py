@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives over torch.distributed for tensors whose rows lie on many ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_SIGNATURE_BYTES = 256
+
+# The later names are those of torch 2.13, which deprecates the earlier ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Ranks:
+    """A process group, as one of its ranks sees it."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        # By kind of device, such as {"cpu": "gloo", "cuda": "nccl"}.
+        self.backends = dict(word.split(":") for word in dist.get_backend_config(group).split(","))
+        self._agreed: set[str] = set()
+
+    def agree(self, function: str, signature: str) -> None:
+        """ValueError on every rank unless all ranks give the same signature.
+
+        Waits for all ranks, and for the GPU where the group has no backend for CPU tensors.
+        """
+        if self.size == 1:
+            return
+        device = "cpu" if "cpu" in self.backends else "cuda"
+        text = f"{function}: {signature}".encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
+        mine = torch.tensor(list(text), dtype=torch.uint8, device=device)
+        texts = mine.new_empty(self.size * _SIGNATURE_BYTES)
+        with self.failures_of(f"{function}: the comparison of arguments"):
+            _all_gather(texts, mine, group=self.group)
+            texts = texts.view(self.size, -1).tolist()
+        said: dict[str, list[int]] = {}
+        for rank, numbers in enumerate(texts):
+            said.setdefault(bytes(numbers).decode(errors="replace").rstrip(), []).append(rank)
+        if len(said) > 1:
+            each = "; ".join(f"{_name_ranks(ranks)} {text}" for text, ranks in said.items())
+            raise ValueError(f"{function}: ranks differ: {each}")
+
+    def agree_on_keys(self, device: torch.device, signature: str, mistake: str) -> None:
+        """agree, every time over Gloo; over others, where it would make the host wait for the
+        device in every layer, once for each signature.
+
+        A mistake of this rank alone is told to those who compare.
+        """
+        backend = self.backends.get(device.type)
+        if backend is None:
+            mistake = f"on {device}: the group reaches {', '.join(self.backends)}"
+        if backend == "gloo" or signature not in self._agreed:
+            self.agree("gather_keys", signature + (mistake and f", but {mistake}"))
+            self._agreed.add(signature)
+        if mistake:
+            raise ValueError(f"gather_keys: {signature}, but {mistake}")
+
+    @contextmanager
+    def failures_of(self, what: str) -> Iterator[None]:
+        """Says what failed, and where, when torch.distributed gives up."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{what} failed on rank {self.rank} of {self.size}: {error}"
+            ) from error
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" * (len(ranks) > 4))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}:"
+
+
+class Layout:
+    """Which rows of a whole tensor every rank holds.
+
+    Collectives want parts of equal size: shorter ones are filled up in the communication buffer,
+    and only there.
+    """
+
+    def __init__(self, ranks: Ranks, rows: list[Tensor], device: torch.device) -> None:
+        """`rows`: those of every rank, on the host; together they are 0 .. size - 1."""
+        self.ranks = ranks
+        self.own = rows[ranks.rank].to(device)
+        self.size = sum(map(len, rows))
+        self._longest = max(map(len, rows))
+        places = torch.cat(
+            [rank * self._longest + torch.arange(len(own)) for rank, own in enumerate(rows)]
+        )
+        order = torch.cat(rows).long()
+        # By these tables rows go from the buffer to the whole and back; None: they stand in order.
+        self._to_whole = self._to_buffer = None
+        if self._longest * ranks.size != self.size or not torch.equal(order, places):
+            to_whole = torch.empty_like(order)
+            to_whole[order] = places
+            to_buffer = torch.zeros(self._longest * ranks.size, dtype=torch.long)
+            to_buffer[places] = order
+            self._to_whole, self._to_buffer = to_whole.to(device), to_buffer.to(device)
+
+    def gather(self, part: Tensor) -> "Gather":
+        """Begins to gather the rows of all ranks."""
+        return Gather(self, part.detach())
+
+    def sum_to_parts(self, whole: Tensor) -> Tensor:
+        """This rank's rows of the sum of all ranks' whole tensors, in their dtype."""
+        ranks = self.ranks
+        if ranks.backends[whole.device.type] == "gloo":
+            ranks.agree("gather_keys", f"the sum of gradients {whole.dtype} {list(whole.shape)}")
+        if self._to_buffer is not None and self.size:
+            whole = whole.index_select(0, self._to_buffer)
+        part = whole.new_empty((self._longest, *whole.shape[1:]))
+        if part.numel():
+            with ranks.failures_of("gather_keys: the sum of gradients over ranks"):
+                _reduce_scatter(part, whole.contiguous(), group=ranks.group)
+        return part[: len(self.own)]
+
+
+class Gather:
+    """An all-gather under way: NCCL works on a stream of its own, Gloo in its own threads."""
+
+    def __init__(self, layout: Layout, part: Tensor) -> None:
+        self._layout, self._dtype = layout, part.dtype
+        if part.dtype.itemsize == 1:  # Gloo knows no fp8
+            part = part.view(torch.uint8)
+        if len(part) < layout._longest:
+            filled = part.new_zeros((layout._longest, *part.shape[1:]))
+            filled[: len(part)] = part
+            part = filled
+        self._part = part.contiguous()  # lives until the work is done, as the buffer does
+        ranks = layout.ranks
+        self._buffer = part.new_empty((layout._longest * ranks.size, *part.shape[1:]))
+        self._work = None
+        if self._buffer.numel():
+            with ranks.failures_of("gather_keys: the gather of keys"):
+                self._work = _all_gather(self._buffer, self._part, group=ranks.group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """All rows in their order. Over NCCL the current stream waits, not the host."""
+        layout = self._layout
+        if self._work is not None:
+            with layout.ranks.failures_of("gather_keys: the gather of keys"):
+                self._work.wait()
+        whole = self._buffer
+        if layout._to_whole is not None:
+            whole = whole.index_select(0, layout._to_whole)
+        return whole.view(self._dtype)

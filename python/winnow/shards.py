@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows, and which pools of rows, of a packed batch every rank holds."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from winnow import _lib
+from winnow.parallel import Layout, Ranks
+
+Ratios = int | tuple[int, ...]
+
+
+class Documents:
+    """The documents of a batch, on the host: reading them waits for a GPU that has them."""
+
+    def __init__(self, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> None:
+        self.device = cu_seqlens.device
+        self.cu_seqlens = cu_seqlens.cpu()
+        padded = None if cu_seqlens_padded is None else cu_seqlens_padded.cpu()
+        self.offsets = self.cu_seqlens if padded is None else padded  # where documents begin
+        self._padded = padded
+
+    def __str__(self) -> str:
+        numbers = [*self.cu_seqlens.flatten().tolist(), *self.offsets.flatten().tolist()]
+        digest = hashlib.sha256(str(numbers).encode()).hexdigest()[:8]
+        return f"{self.offsets.numel() - 1} documents (offsets with sum {digest})"
+
+    @property
+    def end(self) -> int:
+        """Rows that the documents take."""
+        return max(int(self.offsets.flatten()[-1]), 0) if self.offsets.numel() else 0
+
+    def check(self) -> None:
+        """The operator refuses what is no list of offsets, also where it makes no windows."""
+        torch.ops.winnow.key_windows(self.cu_seqlens, self._padded, None, 0)
+
+    def pools(self, ratio: int) -> Tensor:
+        """[documents] int64: as many as fit into the real rows of each."""
+        return self.cu_seqlens.diff().long() // ratio
+
+    def first_rows_of_pools(self, ratio: int) -> Tensor:
+        """[pools] int64, in the order of the documents."""
+        pools = self.pools(ratio)
+        begins = self.offsets[:-1].long().repeat_interleave(pools)
+        first_pools = (pools.cumsum(0) - pools).repeat_interleave(pools)
+        return begins + ratio * (torch.arange(len(begins)) - first_pools)
+
+
+class Shards:
+    """The rows of a batch over the ranks of a group."""
+
+    def __init__(
+        self, ranks: Ranks, documents: Documents, tokens: int, sharding: str, multiple: int
+    ) -> None:
+        documents.check()
+        offsets = documents.offsets.tolist()
+        rows, counts = _lib.shard_rows(offsets, tokens, ranks.size, sharding, multiple)
+        self.rows = torch.tensor(rows, dtype=torch.int32).split(counts)  # of every rank
+        self.ranks, self.documents, self.tokens = ranks, documents, tokens
+        self._multiple = multiple
+        self._layouts: dict[Ratios, Layout] = {}
+
+    def layout(self, ratio: Ratios) -> Layout:
+        """Of rows (ratio 1), of pools, or with several ratios of one behind the other."""
+        if ratio not in self._layouts:
+            kinds = [
+                self._rows_of_ranks(r) for r in (ratio if isinstance(ratio, tuple) else (ratio,))
+            ]
+            sizes = [sum(map(len, rows)) for rows in kinds]
+            begins = [sum(sizes[:i]) for i in range(len(sizes))]
+            rows = [
+                torch.cat([begin + x for begin, x in zip(begins, own, strict=True)])
+                for own in zip(*kinds, strict=True)
+            ]
+            self._layouts[ratio] = Layout(self.ranks, rows, self.documents.device)
+        return self._layouts[ratio]
+
+    def keys(self, ratio: int) -> int:
+        """How many rows (ratio 1) or pools all ranks have."""
+        return self.tokens if ratio == 1 else int(self.documents.pools(ratio).sum())
+
+    def _rows_of_ranks(self, ratio: int) -> tuple[Tensor, ...]:
+        """The rows, or the pools, of every rank."""
+        if ratio == 1:
+            return self.rows
+        if ratio < 1 or self._multiple % ratio:
+            raise ValueError(
+                f"Packing: ratio {ratio}: must divide multiple {self._multiple}, so that every rank"
+                " has whole pools"
+            )
+        owners = torch.empty(self.tokens, dtype=torch.long)
+        for rank, rows in enumerate(self.rows):
+            owners[rows.long()] = rank
+        owners = owners[self.documents.first_rows_of_pools(ratio)]
+        counts = torch.bincount(owners, minlength=self.ranks.size).tolist()
+        return owners.argsort(stable=True).split(counts)
