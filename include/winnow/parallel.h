@@ -28,7 +28,8 @@ struct Traffic {
 /// The ranks that share a batch. Collectives are called by all ranks in the same order; every one
 /// of them compares what the ranks ask for, and a difference is an Error on every rank, not a hang.
 /// CPU tensors: a call returns when it is done. CUDA tensors: it is enqueued on the stream, and
-/// `wait` finds what failed. After an Error a communicator is broken: all later calls throw.
+/// `wait` finds what failed. Tensors are contiguous. Error(invalid_argument) comes before anything
+/// is sent; after any other Error a communicator is broken: all later calls throw.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -50,12 +51,17 @@ class Communicator {
 
 inline constexpr std::chrono::milliseconds kCommunicationTimeout{30'000};
 
-/// Over an NCCL communicator of the caller, for CUDA tensors. libnccl is opened at run time.
+/// Over an NCCL communicator of the caller, for CUDA tensors. libnccl is opened at run time. The
+/// time-out counts from `wait`. A broken communicator has been given to ncclCommAbort: it must not
+/// be destroyed again. NCCL connects ranks in the first collective; one that may find a rank
+/// missing then needs a communicator that does not block (ncclConfig_t.blocking = 0).
 /// Throws Error(unsupported) if this build has no CUDA or the machine no libnccl.
 std::unique_ptr<Communicator> nccl_communicator(
     ncclComm* comm, std::chrono::milliseconds timeout = kCommunicationTimeout);
-/// Over a pointer to an MPI_Comm of the caller, which is duplicated; CUDA tensors go through host
-/// memory. Throws Error(unsupported) if this build has no MPI.
+/// Over a pointer to an MPI_Comm of the caller, which is duplicated; all ranks make theirs
+/// together. CUDA tensors go through host memory. The time-out counts for every collective. Once it
+/// has passed, MPI_Finalize would wait for the missing rank: end the job with MPI_Abort. Throws
+/// Error(unsupported) if this build has no MPI.
 std::unique_ptr<Communicator> mpi_communicator(
     const void* comm, std::chrono::milliseconds timeout = kCommunicationTimeout);
 
@@ -76,7 +82,9 @@ struct Shards {
 Shards shard_rows(std::span<const std::int32_t> cu_seqlens, std::int64_t tokens, int ranks,
                   Sharding sharding, int multiple = 1);
 
-/// whole [tokens, ...] = the rows of all ranks' shards in global order.
+/// whole [tokens, ...] = the rows of all ranks' shards in global order. Dimensions behind the first
+/// are contiguous. Rows that change their order go through the execution's workspace, or through
+/// memory of the call where that is too small.
 void gather_keys(Communicator& communicator, const Tensor& shard, const Tensor& whole,
                  const Shards& shards, const Execution& execution = {});
 /// Its backward: shard = this rank's rows of the sum over ranks of whole (f32), rounded once to the

@@ -25,7 +25,7 @@ constexpr DTypes kGradientTypes = {DType::bf16, DType::f16, DType::f32};
 /// [rows, width] of a tensor whose dimensions behind the first stand together.
 Tensor as_rows(const Check& check, const char* argument, const Tensor& tensor) {
   if (!tensor) check.fail(argument, "absent", refusal::absent);
-  if (tensor.rank < 1) {
+  if (tensor.rank < 1 || tensor.rank > 4) {
     check.fail(argument, describe(tensor), refusal::rank, "1 to 4", "rows, ...");
   }
   Tensor flat = tensor;

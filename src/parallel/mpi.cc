@@ -2,6 +2,7 @@
 // The communicator over MPI: non-blocking collectives on host memory, watched by a clock.
 #include <cstddef>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <thread>
 #include <utility>

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// Context parallel on a CUDA device: memory, copies, and rows into another order.
+//
+// A warp copies a row, in pieces of 16 bytes where all rows begin and end at such. Bound by memory.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/runtime.h"
+#include "parallel/device.h"
+
+namespace winnow::parallel {
+namespace {
+
+using cuda::cuda_check;
+using cuda::DeviceGuard;
+
+constexpr int kLanes = 32;
+constexpr int kRowsPerBlock = 8;
+
+/// Rows of elements of type T.
+template <class T>
+struct RowsOf {
+  T* data;
+  std::int64_t stride;
+};
+
+struct Size {
+  std::int64_t rows;
+  std::int64_t width;
+  std::int64_t runs;
+};
+
+template <class T>
+__device__ void put(T value, T& to) {
+  to = value;
+}
+__device__ void put(float value, __nv_bfloat16& to) { to = __float2bfloat16_rn(value); }
+__device__ void put(float value, __half& to) { to = __float2half_rn(value); }
+
+/// The last run that begins at or before row i.
+__device__ Run find_run(const Run* runs, std::int64_t count, std::int64_t i) {
+  std::int64_t low = 0;
+  while (count > 1) {
+    const std::int64_t half = count / 2;
+    if (runs[low + half].first <= i) low += half;
+    count -= half;
+  }
+  return runs[low];
+}
+
+template <class From, class To>
+__global__ void __launch_bounds__(kRowsPerBlock* kLanes)
+    copy_rows_kernel(RowsOf<const From> from, RowsOf<To> to, const Run* runs, Size size) {
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const std::int64_t step = std::int64_t{gridDim.x} * kRowsPerBlock;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / kLanes;
+       i < size.rows; i += step) {
+    const Run run = find_run(runs, size.runs, i);
+    const From* const source = from.data + (run.from + i - run.first) * from.stride;
+    To* const target = to.data + (run.to + i - run.first) * to.stride;
+    for (std::int64_t d = lane; d < size.width; d += kLanes) put(source[d], target[d]);
+  }
+}
+
+/// The elements of both tensors, of which `in_piece` make up a From or a To.
+template <class From, class To>
+void launch_copy(const Tensor& from, const Tensor& to, const Run* runs, Size size, int in_piece,
+                 const Execution& execution) {
+  size.width /= in_piece;
+  cuda::launch(copy_rows_kernel<From, To>,
+               {.blocks = cuda::blocks_for(size.rows, kRowsPerBlock),
+                .threads = kRowsPerBlock * kLanes,
+                .stream = execution.stream},
+               RowsOf<const From>{static_cast<const From*>(from.data), from.stride[0] / in_piece},
+               RowsOf<To>{static_cast<To*>(to.data), to.stride[0] / in_piece}, runs, size);
+}
+
+template <class T>
+void launch_plain_copy(const Tensor& from, const Tensor& to, const Run* runs, const Size& size,
+                       const Execution& execution) {
+  const int in_vector = sizeof(uint4) / sizeof(T);
+  const bool in_vectors =
+      size.width % in_vector == 0 && cuda::has_aligned_rows(from) && cuda::has_aligned_rows(to);
+  if (in_vectors) {
+    launch_copy<uint4, uint4>(from, to, runs, size, in_vector, execution);
+  } else {
+    launch_copy<T, T>(from, to, runs, size, 1, execution);
+  }
+}
+
+}  // namespace
+
+void* allocate_on_device(Device device, std::size_t bytes, const Execution& execution) {
+  const DeviceGuard guard(device);
+  void* memory = nullptr;
+  cuda_check(cudaMallocAsync(&memory, bytes, execution.stream));
+  return memory;
+}
+
+void free_on_device(Device device, void* memory, const Execution& execution) noexcept {
+  int previous = 0;
+  cudaGetDevice(&previous);
+  cudaSetDevice(device.index);              // the default stream is that of the current device
+  cudaFreeAsync(memory, execution.stream);  // a broken stream reports it to the caller's next call
+  cudaSetDevice(previous);
+}
+
+void copy_rows_on_device(const Tensor& from, const Tensor& to, std::span<const Run> runs,
+                         std::int64_t rows, const Execution& execution) {
+  const DeviceGuard guard(from.device);
+  Execution own = execution;  // the caller's workspace holds the rows
+  own.workspace = nullptr;
+  cuda::Workspace workspace(own, cuda::Workspace::bytes({runs.size_bytes()}));
+  Run* const on_device = workspace.take<Run>(static_cast<std::int64_t>(runs.size()));
+  cuda_check(cudaMemcpyAsync(on_device, runs.data(), runs.size_bytes(), cudaMemcpyHostToDevice,
+                             execution.stream));
+  const Size size{rows, from.shape[1], static_cast<std::int64_t>(runs.size())};
+  if (from.dtype != to.dtype) {
+    if (to.dtype == DType::bf16) {
+      launch_copy<float, __nv_bfloat16>(from, to, on_device, size, 1, execution);
+    } else {
+      launch_copy<float, __half>(from, to, on_device, size, 1, execution);
+    }
+    return;
+  }
+  switch (element_bytes(from.dtype)) {
+    case 1:
+      return launch_plain_copy<std::uint8_t>(from, to, on_device, size, execution);
+    case 2:
+      return launch_plain_copy<std::uint16_t>(from, to, on_device, size, execution);
+    case 4:
+      return launch_plain_copy<std::uint32_t>(from, to, on_device, size, execution);
+    default:
+      return launch_plain_copy<std::uint64_t>(from, to, on_device, size, execution);
+  }
+}
+
+void download(Device device, void* host, const void* memory, std::size_t bytes,
+              const Execution& execution) {
+  const DeviceGuard guard(device);
+  cuda_check(cudaMemcpyAsync(host, memory, bytes, cudaMemcpyDeviceToHost, execution.stream));
+  cuda_check(cudaStreamSynchronize(execution.stream));
+}
+
+void upload(Device device, void* memory, const void* host, std::size_t bytes,
+            const Execution& execution) {
+  const DeviceGuard guard(device);
+  cuda_check(cudaMemcpyAsync(memory, host, bytes, cudaMemcpyHostToDevice, execution.stream));
+  cuda_check(cudaStreamSynchronize(execution.stream));
+}
+
+}  // namespace winnow::parallel

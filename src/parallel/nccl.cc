@@ -1,0 +1,341 @@
+// SPDX-License-Identifier: Apache-2.0
+// The communicator over NCCL. Everything is enqueued; what the ranks asked for goes ahead of the
+// data, and `wait` compares it.
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <fmt/format.h>
+
+#include "core/check.h"
+#include "cuda/runtime.h"
+#include "parallel/agreement.h"
+#include "winnow/error.h"
+#include "winnow/parallel.h"
+
+namespace winnow {
+namespace {
+
+using cuda::cuda_check;
+using cuda::DeviceGuard;
+using parallel::CallKind;
+using parallel::Collective;
+using parallel::Signature;
+using Clock = std::chrono::steady_clock;
+
+// Numbers of NCCL 2, as its header defines them.
+constexpr int kSuccess = 0, kInProgress = 7;
+constexpr int kUint8 = 1, kFloat32 = 7;
+constexpr int kSum = 0;
+
+/// The functions of libnccl that are used here.
+struct Nccl {
+  int (*CommCount)(ncclComm*, int*);
+  int (*CommUserRank)(ncclComm*, int*);
+  int (*CommCuDevice)(ncclComm*, int*);
+  int (*CommGetAsyncError)(ncclComm*, int*);
+  int (*CommAbort)(ncclComm*);
+  int (*GroupStart)();
+  int (*GroupEnd)();
+  int (*AllGather)(const void*, void*, std::size_t, int, ncclComm*, cudaStream_t);
+  int (*ReduceScatter)(const void*, void*, std::size_t, int, int, ncclComm*, cudaStream_t);
+  int (*Broadcast)(const void*, void*, std::size_t, int, int, ncclComm*, cudaStream_t);
+  int (*Reduce)(const void*, void*, std::size_t, int, int, int, ncclComm*, cudaStream_t);
+  const char* (*GetErrorString)(int);
+};
+
+Nccl open_nccl() {
+  constexpr char kLibrary[] = "libnccl.so.2";
+  void* const library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    throw Error(ErrorCode::unsupported,
+                fmt::format("nccl_communicator: {} was looked for among the libraries of this "
+                            "process, in LD_LIBRARY_PATH and in the loader's folders: {}",
+                            kLibrary, dlerror()));
+  }
+  Nccl nccl{};
+  const auto find = [&](const char* name, auto& function) {
+    void* const symbol = dlsym(library, name);
+    if (symbol == nullptr) {
+      throw Error(ErrorCode::unsupported,
+                  fmt::format("nccl_communicator: {} has no {}", kLibrary, name));
+    }
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
+  };
+  find("ncclCommCount", nccl.CommCount);
+  find("ncclCommUserRank", nccl.CommUserRank);
+  find("ncclCommCuDevice", nccl.CommCuDevice);
+  find("ncclCommGetAsyncError", nccl.CommGetAsyncError);
+  find("ncclCommAbort", nccl.CommAbort);
+  find("ncclGroupStart", nccl.GroupStart);
+  find("ncclGroupEnd", nccl.GroupEnd);
+  find("ncclAllGather", nccl.AllGather);
+  find("ncclReduceScatter", nccl.ReduceScatter);
+  find("ncclBroadcast", nccl.Broadcast);
+  find("ncclReduce", nccl.Reduce);
+  find("ncclGetErrorString", nccl.GetErrorString);
+  return nccl;
+}
+
+/// Opened at the first call that needs it; it stays open.
+const Nccl& nccl() {
+  static const Nccl opened = open_nccl();
+  return opened;
+}
+
+bool equal_rows(const Collective& call) {
+  return call.own * static_cast<std::int64_t>(call.rows.size()) == call.total &&
+         std::adjacent_find(call.rows.begin(), call.rows.end(), std::not_equal_to<>()) ==
+             call.rows.end();
+}
+
+/// Signatures of the collectives that nobody has waited for, on the host and on the device: in
+/// every slot the own one, and behind it those of all ranks.
+class Signatures {
+ public:
+  Signatures(int ranks, Device device) : ranks_(static_cast<std::size_t>(ranks)) {
+    const DeviceGuard guard(device);
+    void* memory = nullptr;
+    cuda_check(cudaMallocHost(&memory, bytes()));
+    host_.reset(static_cast<Signature*>(memory));
+    cuda_check(cudaMalloc(&memory, bytes()));
+    on_device_.reset(static_cast<Signature*>(memory));
+  }
+
+  static constexpr std::size_t kSlots = 64;
+  Signature* own(std::size_t slot) const { return host_.get() + slot * stride(); }
+  std::span<Signature> all(std::size_t slot) const { return {own(slot) + 1, ranks_}; }
+  Signature* own_on_device(std::size_t slot) const { return on_device_.get() + slot * stride(); }
+  Signature* all_on_device(std::size_t slot) const { return own_on_device(slot) + 1; }
+
+ private:
+  struct FreeHost {
+    void operator()(Signature* memory) const { cudaFreeHost(memory); }
+  };
+  struct FreeDevice {
+    void operator()(Signature* memory) const { cudaFree(memory); }
+  };
+  std::size_t stride() const { return ranks_ + 1; }
+  std::size_t bytes() const { return kSlots * stride() * sizeof(Signature); }
+
+  std::size_t ranks_;
+  std::unique_ptr<Signature, FreeHost> host_;
+  std::unique_ptr<Signature, FreeDevice> on_device_;
+};
+
+class NcclCommunicator final : public Communicator {
+ public:
+  NcclCommunicator(ncclComm* comm, std::chrono::milliseconds timeout)
+      : comm_(comm),
+        timeout_(timeout),
+        rank_(ask(nccl().CommUserRank)),
+        size_(ask(nccl().CommCount)),
+        device_{DeviceKind::cuda, ask(nccl().CommCuDevice)},
+        signatures_(size_, device_) {
+    for (std::size_t slot = 0; slot < Signatures::kSlots; ++slot) free_slots_.push_back(slot);
+  }
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  Traffic traffic() const override { return traffic_; }
+
+  void all_gather(const Tensor& shard, const Tensor& whole, std::span<const std::int64_t> rows,
+                  const Execution& execution) override {
+    const Collective call = begin(CallKind::all_gather, shard, whole, rows);
+    guarded([&] {
+      agree_later(call, execution.stream);
+      if (equal_rows(call)) {
+        check(nccl().AllGather(shard.data, whole.data, bytes(call, call.own), kUint8, comm_,
+                               execution.stream));
+      } else {
+        by_rank(call, [&](int r, std::int64_t first, std::int64_t rows_of_rank) {
+          std::byte* const part = static_cast<std::byte*>(whole.data) + first * call.row_bytes;
+          return nccl().Broadcast(r == rank_ ? shard.data : part, part, bytes(call, rows_of_rank),
+                                  kUint8, r, comm_, execution.stream);
+        });
+      }
+      traffic_.gathered += call.foreign_bytes();
+    });
+  }
+
+  void reduce_scatter(const Tensor& whole, const Tensor& shard, std::span<const std::int64_t> rows,
+                      const Execution& execution) override {
+    const Collective call = begin(CallKind::reduce_scatter, shard, whole, rows);
+    guarded([&] {
+      agree_later(call, execution.stream);
+      if (equal_rows(call)) {
+        check(nccl().ReduceScatter(whole.data, shard.data, bytes(call, call.own) / sizeof(float),
+                                   kFloat32, kSum, comm_, execution.stream));
+      } else {
+        by_rank(call, [&](int r, std::int64_t first, std::int64_t rows_of_rank) {
+          const std::byte* const part =
+              static_cast<const std::byte*>(whole.data) + first * call.row_bytes;
+          return nccl().Reduce(part, shard.data, bytes(call, rows_of_rank) / sizeof(float),
+                               kFloat32, kSum, r, comm_, execution.stream);
+        });
+      }
+      traffic_.reduced += call.foreign_bytes();
+    });
+  }
+
+  void wait(const Execution& execution) override {
+    refuse_if_broken();
+    guarded([&] { settle(execution.stream); });
+  }
+
+ private:
+  struct Pending {
+    std::size_t slot;
+    cudaStream_t stream;
+  };
+
+  int ask(int (*question)(ncclComm*, int*)) const {
+    int answer = 0;
+    const int result = question(comm_, &answer);
+    if (result != kSuccess) {
+      throw Error(ErrorCode::communication,
+                  fmt::format("nccl_communicator: NCCL: {}", nccl().GetErrorString(result)));
+    }
+    return answer;
+  }
+
+  /// A communicator that does not block says that a call is under way; then it is waited for, since
+  /// the next call may only follow after it.
+  void check(int result) const {
+    const Clock::time_point deadline = Clock::now() + timeout_;
+    while (result == kInProgress) {
+      if (Clock::now() > deadline) fail("time-out: some rank has not come");
+      std::this_thread::yield();
+      if (nccl().CommGetAsyncError(comm_, &result) != kSuccess) break;
+    }
+    if (result != kSuccess) fail(nccl().GetErrorString(result));
+  }
+
+  [[noreturn]] void fail(std::string_view why) const {
+    throw Error(
+        ErrorCode::communication,
+        fmt::format("NCCL, rank {} of {}, after collective {}: {}", rank_, size_, number_, why));
+  }
+
+  Collective begin(CallKind kind, const Tensor& shard, const Tensor& whole,
+                   std::span<const std::int64_t> rows) {
+    refuse_if_broken();
+    // Counted also where the arguments are refused: other ranks may be in the call.
+    ++number_;
+    const Collective call =
+        parallel::checked_collective(kind, shard, whole, rows, rank_, size_, number_);
+    if (shard.device != device_) {
+      const Check arguments(name(kind));
+      arguments.fail("shard", winnow::describe(shard), refusal::device, describe(device_),
+                     "the communicator");
+    }
+    if (free_slots_.empty()) guarded([&] { settle(pending_.front().stream); });
+    return call;
+  }
+
+  void refuse_if_broken() const {
+    if (broken_.empty()) return;
+    throw Error(ErrorCode::communication, "the communicator is broken since: " + broken_);
+  }
+
+  template <class Body>
+  void guarded(const Body& body) {
+    try {
+      const DeviceGuard guard(device_);
+      body();
+    } catch (const std::exception& error) {
+      broken_ = error.what();
+      // Ends what still runs on the device. It may have to wait for work of the caller in front of
+      // that, so it does so by itself; the destructor joins it.
+      abort_ = std::jthread([comm = comm_, device = device_.index] {
+        cudaSetDevice(device);
+        nccl().CommAbort(comm);
+      });
+      throw;
+    }
+  }
+
+  static std::size_t bytes(const Collective& call, std::int64_t rows) {
+    return static_cast<std::size_t>(rows * call.row_bytes);
+  }
+
+  /// One call for each rank that has rows, all of them at once.
+  template <class CallOfRank>
+  void by_rank(const Collective& call, const CallOfRank& call_of_rank) {
+    check(nccl().GroupStart());
+    int result = kSuccess;
+    for (int r = 0; r < size_ && result == kSuccess; ++r) {
+      const std::int64_t rows = call.rows[static_cast<std::size_t>(r)];
+      if (rows > 0) result = call_of_rank(r, call.first[static_cast<std::size_t>(r)], rows);
+    }
+    const int ended = nccl().GroupEnd();
+    check(result == kInProgress ? kSuccess : result);
+    check(ended);
+  }
+
+  /// Enqueues the exchange of signatures; settle() looks at them.
+  void agree_later(const Collective& call, cudaStream_t stream) {
+    const std::size_t slot = free_slots_.back();
+    free_slots_.pop_back();
+    *signatures_.own(slot) = call.signature;
+    cuda_check(cudaMemcpyAsync(signatures_.own_on_device(slot), signatures_.own(slot),
+                               sizeof(Signature), cudaMemcpyHostToDevice, stream));
+    check(nccl().AllGather(signatures_.own_on_device(slot), signatures_.all_on_device(slot),
+                           sizeof(Signature), kUint8, comm_, stream));
+    const std::span<Signature> all = signatures_.all(slot);
+    cuda_check(cudaMemcpyAsync(all.data(), signatures_.all_on_device(slot), all.size_bytes(),
+                               cudaMemcpyDeviceToHost, stream));
+    pending_.push_back({slot, stream});
+  }
+
+  /// Waits for a stream, up to the time-out, and compares the signatures that came on it.
+  void settle(cudaStream_t stream) {
+    const Clock::time_point deadline = Clock::now() + timeout_;
+    for (cudaError_t state = cudaStreamQuery(stream); state != cudaSuccess;
+         state = cudaStreamQuery(stream)) {
+      if (state != cudaErrorNotReady) cuda_check(state);
+      int result = kSuccess;
+      nccl().CommGetAsyncError(comm_, &result);
+      if (result != kSuccess && result != kInProgress) fail(nccl().GetErrorString(result));
+      if (Clock::now() > deadline) fail("time-out: some rank has not come, or has stopped");
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+    for (const Pending& pending : std::exchange(pending_, {})) {
+      if (pending.stream != stream) {
+        pending_.push_back(pending);
+        continue;
+      }
+      free_slots_.push_back(pending.slot);
+      parallel::check_agreement(signatures_.all(pending.slot));
+    }
+  }
+
+  ncclComm* comm_;
+  std::chrono::milliseconds timeout_;
+  std::uint64_t number_ = 0;  // of the last collective
+  int rank_;
+  int size_;
+  Device device_;
+  std::string broken_;  // by which error; empty: it works
+  Traffic traffic_;
+  Signatures signatures_;
+  std::vector<std::size_t> free_slots_;
+  std::vector<Pending> pending_;
+  std::jthread abort_;  // last: it ends before the memory that the device may still use is freed
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> nccl_communicator(ncclComm* comm, std::chrono::milliseconds timeout) {
+  const Check check("nccl_communicator");
+  if (comm == nullptr) check.fail("comm", "null", refusal::absent);
+  check.in_range("timeout", timeout.count(), 1, std::numeric_limits<std::int32_t>::max());
+  return std::make_unique<NcclCommunicator>(comm, timeout);
+}
+
+}  // namespace winnow
