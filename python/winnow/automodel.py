@@ -4,10 +4,11 @@
     from winnow.automodel import tilelang_indexer_topk, tilelang_sparse_attention
 
 stands for the import from ``nemo_automodel.components.models.glm_moe_dsa.optimized_kernels``, and
-likewise for ``nemo_automodel.components.models.deepseek_v4.kernels.sparse_attention``. Names,
-parameters and layouts are theirs, on CUDA and on CPU tensors; docs/automodel.md lists where
-winnow does otherwise. The words of a backend: "torch" is the caller's own path, "tilelang" winnow's
-fastest backend for the tensors' device, "auto" that one where it can run.
+likewise for ``nemo_automodel.components.models.deepseek_v4.kernels.sparse_attention`` and for the
+context-parallel helpers of ``glm_moe_dsa.cp`` and ``deepseek_v4.cp``. Names, parameters and layouts
+are theirs, on CUDA and on CPU tensors; docs/automodel.md lists where winnow does otherwise. The
+words of a backend: "torch" is the caller's own path, "tilelang" winnow's fastest backend for the
+tensors' device, "auto" that one where it can run.
 """
 
 from typing import Literal
@@ -18,6 +19,14 @@ from torch.autograd.function import once_differentiable
 
 from winnow import _lib, functional
 from winnow._arguments import at_least, one_head, one_of
+from winnow.automodel_cp import (  # noqa: F401
+    _contiguous_cp_indices,
+    _slice_thd_chunk_for_cp,
+    dsv4_cp_local_seq_multiple,
+    glm_dsa_cp_all_gather,
+    glm_dsa_cp_enabled,
+    make_glm_dsa_packed_cp_batch_and_ctx,
+)
 from winnow.packing import Packing
 
 DsaIndexerBackend = Literal["torch", "tilelang", "auto"]
