@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that are the ranks of a Gloo group, for tests of context parallel.
+"""Processes that are the ranks of a process group, for tests of context parallel.
 
 Whatever a rank does, nothing is left behind and nobody waits for ever: the parent gives up after a
 time and kills all of them, and a rank whose parent is gone ends by itself.
@@ -7,6 +7,7 @@ time and kills all of them, and a rank whose parent is gone ends by itself.
 
 import faulthandler
 import multiprocessing
+import os
 import pickle
 import time
 import traceback
@@ -29,11 +30,20 @@ class Failure(str):
     """What a rank raised, as text that begins with the type."""
 
 
-def _serve(rank: int, size: int, store: str, timeout: float, connection: Connection) -> None:
+def _serve(
+    rank: int,
+    size: int,
+    store: str,
+    timeout: float,
+    backend: str,
+    environment: dict[str, str],
+    connection: Connection,
+) -> None:
     faulthandler.dump_traceback_later(10 * PATIENCE, exit=True)
+    os.environ |= environment
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
@@ -59,15 +69,21 @@ class Ranks:
     Functions are those of modules, and their arguments and results are pickled.
     """
 
-    def __init__(self, size: int, store: str, timeout: float = 60) -> None:
+    def __init__(
+        self,
+        size: int,
+        store: str,
+        timeout: float = 60,
+        backend: str = "gloo",
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.size = size
-        self._connections: list[Connection] = []
         self.processes = []
+        self._connections: list[Connection] = []
         for rank in range(size):
             ours, theirs = _processes.Pipe()
-            process = _processes.Process(
-                target=_serve, args=(rank, size, store, timeout, theirs), daemon=True
-            )
+            args = (rank, size, store, timeout, backend, environment or {}, theirs)
+            process = _processes.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)

@@ -6,7 +6,10 @@ Functions whose names begin with an underscore run in the ranks.
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -395,6 +398,31 @@ def test_ranks_that_differ_are_told_on_every_rank(two_ranks, name, odd, usual, t
     two_ranks(_properties)  # the group is as good as before
 
 
+def _out_of_step() -> None:
+    packing = winnow.Packing(offsets([12]), group=dist.group.WORLD)
+    x = torch.ones(packing.tokens, 8, requires_grad=True)
+    total = winnow.gather_keys(x, packing).whole.sum()
+    total.backward() if dist.get_rank() == 0 else winnow.gather_keys(x, packing)
+
+
+def test_ranks_out_of_step_are_told(two_ranks):
+    two_ranks.start(_out_of_step)
+    for result in two_ranks.results():
+        assert result.startswith("ValueError: gather_keys: ranks differ: rank 0: ")
+        assert "the sum of gradients torch.float32 [12, 8]; rank 1: " in result.splitlines()[0]
+
+
+def _ask() -> str:
+    packing = winnow.Packing(offsets([12]), group=dist.group.WORLD)
+    keys = winnow.gather_keys(torch.ones(packing.tokens, 8, requires_grad=True), packing)
+    q = torch.ones(packing.tokens, 1, 8, requires_grad=True)
+    return winnow.why_not(winnow.sparse_attention, q, keys, torch.zeros(packing.tokens, 1).int())
+
+
+def test_gathered_keys_can_be_asked_about(two_ranks):
+    assert two_ranks(_ask) == ["", ""]
+
+
 def _refusals() -> None:
     world = dist.group.WORLD
     with pytest.raises(ValueError, match="query_rows and group: only one"):
@@ -468,3 +496,25 @@ def test_a_lost_rank_is_an_error_on_the_others(tmp_path, stage, how):
     for rank, (text, seconds) in zip((0, 2), answers, strict=True):
         assert text.startswith(f"gather_keys: {what} failed on rank {rank} of 3: ")
         assert seconds < 2 * TIMEOUT
+
+
+def test_the_example_agrees_with_one_rank():
+    example = Path(__file__).resolve().parents[2] / "examples" / "context_parallel.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", str(example)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *lines = done.stdout.splitlines()
+    assert first.startswith("2 ranks, 1501 of 3001 rows") or first.startswith("2 ranks, 1500 of")
+    errors = {line.split(" relative")[0].rstrip(): float(line.split()[-1]) for line in lines}
+    assert len(errors) == 7
+    for name, error in errors.items():
+        assert error <= (
+            GRAD_LIMIT[bf16] if name in ("gradient of kv", "gradient of index_k") else 0
+        )

@@ -109,12 +109,12 @@ def index_topk(
     if lengths is not None and indices is None:
         raise ValueError("index_topk: lengths: must be absent without indices")
     _check_rows("index_topk", packing, q)
-    _check_keys("index_topk", "k", packing, ratio, k, keys)
     if q.dtype == torch.float8_e4m3fn and with_scores and _needs_gradient(weights):
         raise NotImplementedError(
             "index_topk: weights require gradients: with q of float8_e4m3fn there are none"
         )
     windows = packing.windows(ratio)
+    _check_keys("index_topk", "k", packing, ratio, k, keys)
     inputs = (q, k, weights, k_scale, *windows)
     backend = backend or "automatic"
     if indices is not None:
@@ -302,8 +302,8 @@ def dense_index_loss(
     index_k, index_keys = _keys("dense_index_loss", "index_k", index_k)
     sink = optional_tensor("dense_index_loss", "sink", sink)
     _check_rows("dense_index_loss", packing, q)
-    _check_keys("dense_index_loss", "index_k", packing, ratio, index_k, index_keys)
     begin, end = packing.windows(ratio)
+    _check_keys("dense_index_loss", "index_k", packing, ratio, index_k, index_keys)
     loss, lse = _autograd.DenseIndexLoss.apply(
         q,
         kv,

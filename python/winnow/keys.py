@@ -99,7 +99,15 @@ def gather_keys(x: Array, packing: Packing, *, ratio: Ratios = 1, regather: bool
         gradient = "with" if torch.is_grad_enabled() and x.requires_grad else "without"
         width = "".join(f", {n}" for n in x.shape[1:])
         signature = f"x {x.dtype} [rows{width}] of ratio {ratio} {gradient} gradient"
-        has, must_have = len(x) if x.dim() else 0, len(layout.own)
-        mistake = f"{has} rows instead of {must_have}" if has != must_have or not x.dim() else ""
-        layout.ranks.agree_on_keys(x.device, signature, mistake)
+        layout.ranks.agree_on_keys(x.device, signature, _mistake(x, layout))
     return Keys(x, layout, regather)
+
+
+def _mistake(x: Tensor, layout: Layout) -> str:
+    """What is wrong with the keys of this rank, whatever others have."""
+    if x.device != layout.device:
+        return f"on {x.device} instead of {layout.device}, as cu_seqlens"
+    if x.device.type not in layout.ranks.backends:
+        return f"on {x.device} instead of {', '.join(layout.ranks.backends)}, as the group"
+    rows = len(x) if x.dim() else "no"
+    return "" if rows == len(layout.own) else f"{rows} rows instead of {len(layout.own)}"

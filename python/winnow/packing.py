@@ -153,12 +153,13 @@ class Packing:
         documents = Documents(self.cu_seqlens, self.cu_seqlens_padded)
         if tokens is None:
             tokens = documents.end
-        # Before anything is refused: what one rank refuses, others must not wait for.
-        ranks.agree(
-            "Packing",
-            f"tokens {tokens}, {documents}, padding_rows {self.padding_rows!r},"
-            f" sharding {sharding!r}, multiple {multiple}",
-        )
+        if ranks.size > 1:
+            # Before anything is refused: what one rank refuses, others must not wait for.
+            ranks.agree(
+                "Packing",
+                f"tokens {tokens}, {documents}, padding_rows {self.padding_rows!r},"
+                f" sharding {sharding!r}, multiple {multiple}",
+            )
         shards = Shards(ranks, documents, tokens, sharding, multiple)
         return shards if ranks.size > 1 else None
 

@@ -31,8 +31,6 @@ class Ranks:
 
         Waits for all ranks, and for the GPU where the group has no backend for CPU tensors.
         """
-        if self.size == 1:
-            return
         device = "cpu" if "cpu" in self.backends else "cuda"
         text = f"{function}: {signature}".encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
         mine = torch.tensor(list(text), dtype=torch.uint8, device=device)
@@ -53,10 +51,7 @@ class Ranks:
 
         A mistake of this rank alone is told to those who compare.
         """
-        backend = self.backends.get(device.type)
-        if backend is None:
-            mistake = f"on {device}: the group reaches {', '.join(self.backends)}"
-        if backend == "gloo" or signature not in self._agreed:
+        if self.backends.get(device.type) == "gloo" or signature not in self._agreed:
             self.agree("gather_keys", signature + (mistake and f", but {mistake}"))
             self._agreed.add(signature)
         if mistake:
@@ -87,7 +82,7 @@ class Layout:
 
     def __init__(self, ranks: Ranks, rows: list[Tensor], device: torch.device) -> None:
         """`rows`: those of every rank, on the host; together they are 0 .. size - 1."""
-        self.ranks = ranks
+        self.ranks, self.device = ranks, device
         self.own = rows[ranks.rank].to(device)
         self.size = sum(map(len, rows))
         self._longest = max(map(len, rows))
@@ -113,7 +108,7 @@ class Layout:
         ranks = self.ranks
         if ranks.backends[whole.device.type] == "gloo":
             ranks.agree("gather_keys", f"the sum of gradients {whole.dtype} {list(whole.shape)}")
-        if self._to_buffer is not None and self.size:
+        if self._to_buffer is not None:
             whole = whole.index_select(0, self._to_buffer)
         part = whole.new_empty((self._longest, *whole.shape[1:]))
         if part.numel():

@@ -57,7 +57,8 @@ class Shards:
         documents.check()
         offsets = documents.offsets.tolist()
         rows, counts = _lib.shard_rows(offsets, tokens, ranks.size, sharding, multiple)
-        self.rows = torch.tensor(rows, dtype=torch.int32).split(counts)  # of every rank
+        rows = torch.frombuffer(rows, dtype=torch.int32) if tokens else torch.empty(0).int()
+        self.rows = rows.split(counts)  # of every rank
         self.ranks, self.documents, self.tokens = ranks, documents, tokens
         self._multiple = multiple
         self._layouts: dict[Ratios, Layout] = {}
@@ -65,9 +66,8 @@ class Shards:
     def layout(self, ratio: Ratios) -> Layout:
         """Of rows (ratio 1), of pools, or with several ratios of one behind the other."""
         if ratio not in self._layouts:
-            kinds = [
-                self._rows_of_ranks(r) for r in (ratio if isinstance(ratio, tuple) else (ratio,))
-            ]
+            ratios = ratio if isinstance(ratio, tuple) else (ratio,)
+            kinds = [self._rows_of_ranks(r) for r in ratios]
             sizes = [sum(map(len, rows)) for rows in kinds]
             begins = [sum(sizes[:i]) for i in range(len(sizes))]
             rows = [
@@ -90,9 +90,9 @@ class Shards:
                 f"Packing: ratio {ratio}: must divide multiple {self._multiple}, so that every rank"
                 " has whole pools"
             )
-        owners = torch.empty(self.tokens, dtype=torch.long)
-        for rank, rows in enumerate(self.rows):
-            owners[rows.long()] = rank
-        owners = owners[self.documents.first_rows_of_pools(ratio)]
-        counts = torch.bincount(owners, minlength=self.ranks.size).tolist()
-        return owners.argsort(stable=True).split(counts)
+        first_rows = self.documents.first_rows_of_pools(ratio)
+        pool_that_begins = torch.full((self.tokens,), -1)
+        pool_that_begins[first_rows] = torch.arange(len(first_rows))
+        pools = pool_that_begins.index_select(0, torch.cat(self.rows))
+        counts = [int((own >= 0).sum()) for own in pools.split([len(rows) for rows in self.rows])]
+        return pools[pools >= 0].split(counts)
