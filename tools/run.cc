@@ -12,12 +12,12 @@
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
+#include "harness/training_step.h"
 #include "tools/commands.h"
 #include "tools/report_json.h"
 #include "tools/table.h"
 #include "tools/text.h"
 #include "tools/timed_step.h"
-#include "tools/training_step.h"
 #include "tools/words.h"
 #include "winnow/winnow.h"
 
@@ -52,7 +52,8 @@ harness::Case sized_case(const Options& options, Backend backend) {
   c.rows = options.rows;
   c.tokens = options.queries;
   if (c.tokens == 0) {
-    const auto most = static_cast<std::uint64_t>(affordable_flops(backend) / flops_per_row(c));
+    const auto most =
+        static_cast<std::uint64_t>(affordable_flops(backend) / harness::flops_per_row(c));
     c.tokens = std::max(kFewestRows, static_cast<std::int64_t>(std::bit_floor(most)));
   }
   c.tokens = std::min(c.tokens, c.rows);
@@ -60,7 +61,7 @@ harness::Case sized_case(const Options& options, Backend backend) {
 }
 
 std::vector<std::int32_t> document_lengths(const harness::Case& c) {
-  const Batch batch(c);
+  const harness::Batch batch(c);
   std::vector<std::int32_t> lengths;
   for (std::size_t i = 0; i + 1 < batch.offsets.size(); ++i)
     lengths.push_back(batch.offsets[i + 1] - batch.offsets[i]);

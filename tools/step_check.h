@@ -8,15 +8,16 @@
 
 #include "harness/compare.h"
 #include "harness/memory.h"
-#include "tools/training_step.h"
+#include "harness/training_step.h"
 
 namespace winnow::tools {
 
 /// What these queries got: windows and lists (of all queries), selection, outputs, gradients.
-std::vector<harness::Report> check_rows(const TrainingStep& step, const harness::Rows& rows);
+std::vector<harness::Report> check_rows(const harness::TrainingStep& step,
+                                        const harness::Rows& rows);
 
 /// Sums over all queries: the gradients of these keys, of the sinks, of one head's projection.
-std::vector<harness::Report> check_sums(const TrainingStep& step, const harness::Rows& keys,
-                                        std::int64_t head);
+std::vector<harness::Report> check_sums(const harness::TrainingStep& step,
+                                        const harness::Rows& keys, std::int64_t head);
 
 }  // namespace winnow::tools

@@ -18,6 +18,7 @@ using harness::compare_exactly;
 using harness::kOracle;
 using harness::Report;
 using harness::Rows;
+using harness::TrainingStep;
 
 constexpr std::int64_t kWidestRow = 1024;  // that attention takes
 
@@ -46,7 +47,7 @@ class RowCheck {
     const std::vector<std::int32_t> begin = step_.begin.download_ints();
     std::transform(lengths.begin(), lengths.end(), begin.begin(), lengths.begin(), std::minus<>());
     std::vector<std::int32_t> expected;
-    for (const QueryPlace& place : step_.batch.places)
+    for (const harness::QueryPlace& place : step_.batch.places)
       expected.push_back(static_cast<std::int32_t>(place.index_keys));
     add(compare_exactly("window lengths", lengths, expected));
   }

@@ -17,6 +17,7 @@ using harness::compare;
 using harness::kOracle;
 using harness::Report;
 using harness::Rows;
+using harness::TrainingStep;
 
 /// The index lists of a step without all other keys. The gradient of a key is that of the whole
 /// lists, since lse, out and d_scores of the step go with them; only the work is less.

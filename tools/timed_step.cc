@@ -6,13 +6,16 @@
 #include <utility>
 
 #include "harness/backends.h"
+#include "harness/training_step.h"
+#include "tools/calls.h"
 #include "tools/measure.h"
 #include "tools/progress.h"
 #include "tools/step_check.h"
-#include "tools/training_step.h"
 
 namespace winnow::tools {
 namespace {
+
+using harness::TrainingStep;
 
 constexpr std::int64_t kComparedRows = 16;
 constexpr std::int64_t kComparedKeys = 8;
@@ -60,8 +63,9 @@ std::vector<MemoryUse> memory_of(const TrainingStep& step, const std::vector<Sta
 double mean_loss(const TrainingStep& step) {
   double sum = 0;
   for (const double loss : step.loss.download()) sum += loss;
-  const auto counted = std::count_if(step.batch.places.begin(), step.batch.places.end(),
-                                     [](const QueryPlace& place) { return place.index_keys > 1; });
+  const auto counted =
+      std::count_if(step.batch.places.begin(), step.batch.places.end(),
+                    [](const harness::QueryPlace& place) { return place.index_keys > 1; });
   return counted > 0 ? sum / static_cast<double>(counted) : 0;
 }
 
@@ -76,7 +80,10 @@ StepResult run_step(const harness::Case& c, const Execution& execution, std::uin
   Progress progress(1 + kInputsShare + kCheckShare);
   progress.begin("making inputs", kInputsShare);
   TrainingStep step(c, device, seed);
-  const std::vector<Call> calls = step.calls();
+  std::vector<Call> calls;
+  step.visit_calls([&](const char* name, const auto& args, double flops) {
+    calls.push_back(call(name, args, flops));
+  });
   double flops = 0;
   for (const Call& call : calls) flops += call.flops;
   if (device.kind == DeviceKind::cuda) {  // the first calls load kernels and fill memory pools

@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // The memory and the calls of one training step.
-#include "tools/training_step.h"
+#include "harness/training_step.h"
 
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <numeric>
+#include <utility>
 
 #include "harness/key_flops.h"
 
-namespace winnow::tools {
+namespace winnow::harness {
 namespace {
-
-using harness::Case;
-using harness::KeyFlops;
-using harness::Values;
 
 /// Where documents end, as shares of the batch.
 constexpr std::array kDocumentEnds{0.64, 0.86, 0.97, 1.0};
@@ -32,25 +30,53 @@ std::int64_t slots(const Case& c, const QueryPlace& place) {
          std::min<std::int64_t>(place.position + 1, c.window);
 }
 
-}  // namespace
-
-Batch::Batch(const Case& c) : offsets{0} {
+/// Where documents of c.rows rows begin.
+std::vector<std::int32_t> document_offsets(const Case& c) {
+  std::vector<std::int32_t> offsets{0};
   for (const double end : kDocumentEnds)
     offsets.push_back(static_cast<std::int32_t>(std::lround(end * static_cast<double>(c.rows))));
-  for (std::int64_t t = 0; t < c.tokens; ++t) {
-    const auto row = static_cast<std::int32_t>((t + 1) * c.rows / c.tokens - 1);
-    if (c.tokens < c.rows) query_rows.push_back(row);
-    const auto next = std::upper_bound(offsets.begin(), offsets.end(), row);
+  return offsets;
+}
+
+/// c.tokens rows, evenly spread; empty: all.
+std::vector<std::int32_t> spread_rows(const Case& c) {
+  std::vector<std::int32_t> rows;
+  for (std::int64_t t = 0; c.tokens < c.rows && t < c.tokens; ++t)
+    rows.push_back(static_cast<std::int32_t>((t + 1) * c.rows / c.tokens - 1));
+  return rows;
+}
+
+}  // namespace
+
+Batch::Batch(const Case& c) : Batch(c, document_offsets(c), {}, spread_rows(c)) {}
+
+Batch::Batch(const Case& c, std::vector<std::int32_t> given_offsets,
+             std::vector<std::int32_t> given_padded, std::vector<std::int32_t> given_query_rows)
+    : offsets(std::move(given_offsets)),
+      padded(std::move(given_padded)),
+      query_rows(std::move(given_query_rows)) {
+  std::vector<std::int32_t> rows = query_rows;
+  if (rows.empty()) {
+    rows.resize(static_cast<std::size_t>(c.rows));
+    std::iota(rows.begin(), rows.end(), 0);
+  }
+  for (const std::int32_t row : rows) {
+    const auto next = std::upper_bound(begins().begin(), begins().end(), row);
     const std::int64_t position = row - *(next - 1);
-    places.push_back({position, (position + 1) / c.ratio});
+    const auto document = next - 1 - begins().begin();
+    const bool is_real =
+        next != begins().end() && position < offsets[document + 1] - offsets[document];
+    places.push_back(is_real ? QueryPlace{position, (position + 1) / c.ratio} : QueryPlace{-1, 0});
   }
 }
 
-TrainingStep::TrainingStep(const Case& given, Device device, std::uint64_t seed)
+TrainingStep::TrainingStep(const Case& given, const Batch& given_batch, const Placement& placement,
+                           std::uint64_t seed)
     : c(given),
-      batch(c),
-      buffers(c, {.device = device}, seed),
+      batch(given_batch),
+      buffers(c, placement, seed),
       cu_seqlens(buffers.ints(batch.offsets)),
+      cu_seqlens_padded(batch.padded.empty() ? buffers.absent() : buffers.ints(batch.padded)),
       query_rows(batch.query_rows.empty() ? buffers.absent() : buffers.ints(batch.query_rows)),
       begin(buffers.query_output(DType::i32, {})),
       end(buffers.query_output(DType::i32, {})),
@@ -93,7 +119,7 @@ TrainingStep::TrainingStep(const Case& given, Device device, std::uint64_t seed)
       d_index_k(buffers.input(DType::f32, {c.index_keys(), c.index_dim}, constant(0))),
       d_weights(buffers.query_output(DType::f32, {c.index_heads})),
       windows{.cu_seqlens = cu_seqlens.tensor(),
-              .cu_seqlens_padded = {},
+              .cu_seqlens_padded = cu_seqlens_padded.tensor(),
               .query_rows = query_rows.tensor(),
               .ratio = c.ratio,
               .begin = begin.tensor(),
@@ -108,7 +134,7 @@ TrainingStep::TrainingStep(const Case& given, Device device, std::uint64_t seed)
              .lengths = selected_lengths.tensor(),
              .scores = scores.tensor()},
       lists{.cu_seqlens = cu_seqlens.tensor(),
-            .cu_seqlens_padded = {},
+            .cu_seqlens_padded = cu_seqlens_padded.tensor(),
             .query_rows = query_rows.tensor(),
             .window = c.window,
             .ratio = c.has_pools() ? c.ratio : 0,
@@ -172,11 +198,15 @@ TrainingStep::TrainingStep(const Case& given, Device device, std::uint64_t seed)
                       .d_k = d_index_k.tensor()} {}
 
 void TrainingStep::clear_sums() {
-  for (harness::Buffer* sum : {&d_kv, &d_sink, &d_w_v, &d_index_k})
+  for (Buffer* sum : {&d_kv, &d_sink, &d_w_v, &d_index_k})
     if (sum->tensor()) sum->fill(constant(0));
 }
 
-std::vector<Call> TrainingStep::calls() const {
+void TrainingStep::run(const Execution& execution) const {
+  visit_calls([&](const char*, const auto& args, double) { harness::run(args, execution); });
+}
+
+TrainingStep::Flops TrainingStep::flops() const {
   double seen = 0;      // keys of all windows
   double chosen = 0;    // of them selected
   double attended = 0;  // slots of attention
@@ -186,23 +216,14 @@ std::vector<Call> TrainingStep::calls() const {
     attended += static_cast<double>(slots(c, place));
   }
   const KeyFlops each(c);
-  const auto queries = static_cast<double>(c.tokens);
-
-  std::vector<Call> calls{call("key_windows", windows),
-                          call("index_topk_forward", select, each.score * seen)};
-  if (c.window > 0) calls.push_back(call("window_indices", lists));
-  calls.push_back(call("sparse_attention_forward", attend, each.attend * attended));
-  if (c.head_dim > 0)
-    calls.push_back(call("value_projection_forward", project, each.project * queries));
-  calls.push_back(call("index_target", find_target, each.target * chosen));
-  calls.push_back(call("index_loss", find_loss));
-  if (c.head_dim > 0)
-    calls.push_back(
-        call("value_projection_backward", project_backward, each.project_backward * queries));
-  calls.push_back(
-      call("sparse_attention_backward", attend_backward, each.attend_backward * attended));
-  calls.push_back(call("index_topk_backward", select_backward, each.score_backward * chosen));
-  return calls;
+  const auto queries = static_cast<double>(batch.places.size());
+  return {.select = each.score * seen,
+          .attend = each.attend * attended,
+          .project = each.project * queries,
+          .target = each.target * chosen,
+          .project_backward = each.project_backward * queries,
+          .attend_backward = each.attend_backward * attended,
+          .select_backward = each.score_backward * chosen};
 }
 
 double flops_per_row(const Case& c) {
@@ -213,4 +234,4 @@ double flops_per_row(const Case& c) {
          each.project_backward;
 }
 
-}  // namespace winnow::tools
+}  // namespace winnow::harness
