@@ -222,3 +222,47 @@ def test_a_library_of_another_version_is_refused(tmp_path):
     done = python("import winnow._lib", PYTHONPATH=str(tmp_path), WINNOW_LIBRARY=_lib.path)
     assert "does not belong to this package: quantize_fp8 272 (here 264)" in done.stderr
     assert f"version {winnow.__version__} (here 9.9.9)" in done.stderr
+
+
+class TestHostFunctions:
+    def test_rows_of_ranks_are_one_array(self):
+        rows, counts = _lib.shard_rows([0, 4, 12], 12, 2, "zigzag")
+        assert torch.frombuffer(rows, dtype=torch.int32).tolist() == [
+            *(0, 3, 4, 5, 10, 11),
+            *(1, 2, 6, 7, 8, 9),
+        ]
+        assert counts == [6, 6]
+        rows, counts = _lib.shard_rows([0], 0, 3, "contiguous")
+        assert len(rows) == 0 and counts == [0, 0, 0]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (([0, 5], 4, 2, "zigzag"), r"cu_seqlens\[1\] 5: must be at most 4, as tokens"),
+            (([0, 2**31], 4, 2, "zigzag"), "cu_seqlens: signed integer is greater than maximum"),
+            (([0.5], 4, 2, "zigzag"), "cu_seqlens: .*float"),
+            (([0], 2**31, 2, "zigzag"), "tokens, ranks, multiple: signed integer is greater"),
+            (([0], -1, 2, "zigzag"), "tokens -1: must be at least 0"),
+            (([0], 4, 2**31 - 1, "zigzag"), "ranks 2147483647: must be at most"),
+            (([0], 4, -1, "zigzag"), "ranks -1: must be at least 1"),
+            (([0], 4, 2, "diagonal"), "sharding 'diagonal': must be one of contiguous, zigzag"),
+            (([0], 4, 2, "zigzag", 0), "multiple 0: must be at least 1"),
+        ],
+    )
+    def test_shards_are_refused_by_name(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            _lib.shard_rows(*arguments)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (([3], [3, 3], 1, 3), r"seq_lens_padded \[2\]: must be \[1\]"),
+            (([3], [3], 0, 3), "rows 0: must be at least 1"),
+            (([3], [3], -1, 3), "rows -1: must be at least 1"),
+            (([3], [3], 1, 3, 2**63), "rows, row_tokens, fill, chunks: "),
+            (([3], [3], 1, 3, -1000, 0), "chunks 0: must be at least 1"),
+        ],
+    )
+    def test_layouts_are_refused_by_name(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            _lib.thd_layout(*arguments)
