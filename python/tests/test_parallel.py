@@ -458,7 +458,7 @@ def test_what_is_wrong_is_named(two_ranks):
     two_ranks(_refusals)
 
 
-TIMEOUT = 3.0
+TIMEOUT = 5.0
 
 
 def _with_a_lost_rank(stage: str, how: str) -> tuple[str, float]:
