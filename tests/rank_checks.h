@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every communicator and every number of ranks must keep. Each check is called by all ranks at
+// once and judges its own rank.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <numeric>
+
+#include "harness/rank_step.h"
+#include "tests/testing.h"
+
+namespace winnow::tests {
+
+/// Makes one more communicator of this rank, all ranks together.
+using MakeCommunicator =
+    std::function<std::unique_ptr<Communicator>(std::chrono::milliseconds timeout)>;
+
+inline constexpr Sharding kShardings[] = {Sharding::contiguous, Sharding::zigzag};
+
+/// Lists of rows as batches have them: uneven, with padding behind the last document, with fewer
+/// rows than ranks.
+inline std::vector<Shards> some_shards(int ranks) {
+  std::vector<Shards> shards;
+  for (const Sharding sharding : kShardings) {
+    shards.push_back(shard_rows(Ints{0, 13, 13, 50, 61}, 67, ranks, sharding));
+    shards.push_back(shard_rows(Ints{0, 21, 64}, 64, ranks, sharding, 4));
+    shards.push_back(shard_rows(Ints{0, 2}, 3, ranks, sharding));
+    shards.push_back(shard_rows(Ints{0}, 0, ranks, sharding));
+  }
+  return shards;
+}
+
+inline std::int64_t rows_of_all(const Shards& shards) {
+  std::int64_t rows = 0;
+  for (const Ints& each : shards.rows) rows += static_cast<std::int64_t>(each.size());
+  return rows;
+}
+
+/// `width` values for each of the given rows, of a matrix of values.
+inline Values rows_of(const Values& values, const Ints& rows, std::int64_t width) {
+  Values result;
+  for (const std::int32_t row : rows) {
+    const Values each = part(values, row * width, width);
+    result.insert(result.end(), each.begin(), each.end());
+  }
+  return result;
+}
+
+inline void check_gathered_rows_stand_in_global_order(Communicator& ranks) {
+  for (const Shards& shards : some_shards(ranks.size())) {
+    const Ints& own = shards.rows[ranks.rank()];
+    const auto own_rows = static_cast<std::int64_t>(own.size());
+    const std::int64_t tokens = rows_of_all(shards);
+    for (const DType dtype : {DType::bf16, DType::f32, DType::f8_e4m3, DType::f64}) {
+      for (const std::int64_t padding : {0, 3}) {
+        const Values all = as_stored(dtype, normals(tokens * 10, 7, "keys"));
+        const Buffer shard = floats({}, dtype, {own_rows, 2, 5}, rows_of(all, own, 10), 0);
+        const Buffer flat = floats({}, dtype, {own_rows, 10}, rows_of(all, own, 10), padding);
+        const Buffer whole({}, dtype, {tokens, 2, 5});
+        const Buffer padded({}, dtype, {tokens, 10}, padding);
+        gather_keys(ranks, shard.tensor(), whole.tensor(), shards);
+        gather_keys(ranks, flat.tensor(), padded.tensor(), shards);
+        EXPECT_TRUE(same_bits(whole.download(), all));
+        EXPECT_TRUE(same_bits(padded.download(), all));
+        expect_canaries_intact(whole, padded);
+      }
+    }
+    Ints rows(static_cast<std::size_t>(tokens));
+    std::iota(rows.begin(), rows.end(), 0);
+    const Buffer numbers = ints({}, {own_rows}, own);
+    const Buffer gathered({}, DType::i32, {tokens});
+    gather_keys(ranks, numbers.tensor(), gathered.tensor(), shards);
+    EXPECT_EQ(gathered.download_ints(), rows);
+  }
+}
+
+/// A rank r whose loss is (r + 1) * sum(gathered): with two ranks every gradient is 3.
+inline void check_gradients_are_sums_over_ranks(Communicator& ranks) {
+  const double sum = ranks.size() * (ranks.size() + 1) / 2.0;
+  for (const Shards& shards : some_shards(ranks.size())) {
+    const auto own = static_cast<std::int64_t>(shards.rows[ranks.rank()].size());
+    const std::int64_t tokens = rows_of_all(shards);
+    const Buffer whole =
+        floats({}, DType::f32, {tokens, 6}, Values(tokens * 6, ranks.rank() + 1.0));
+    for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+      const Buffer shard({}, dtype, {own, 6}, 2);
+      scatter_key_grads(ranks, whole.tensor(), shard.tensor(), shards);
+      EXPECT_TRUE(all_equal(shard.download(), sum));
+      expect_canaries_intact(shard);
+    }
+  }
+}
+
+/// Every row comes from its own place, is summed in fp32 and rounded once at the end.
+inline void check_gradients_are_rounded_once(Communicator& ranks) {
+  for (const Shards& shards : some_shards(ranks.size())) {
+    const Ints& own = shards.rows[ranks.rank()];
+    const std::int64_t tokens = rows_of_all(shards);
+    // 1 and some 2^-9, which bf16 would lose one by one; exact in fp32.
+    const auto part_of = [&](int rank) {
+      Values values = whole_numbers(tokens * 8, rank, "gradients", 0, 3);
+      for (double& value : values) value = (rank == 0 ? 1 : 0) + value * 0x1p-9;
+      return values;
+    };
+    Values sum(static_cast<std::size_t>(tokens * 8), 0.0);
+    for (int r = 0; r < ranks.size(); ++r) {
+      const Values values = part_of(r);
+      std::transform(sum.begin(), sum.end(), values.begin(), sum.begin(), std::plus<>());
+    }
+    const Values expected = rows_of(sum, own, 8);
+    const Buffer whole = floats({}, DType::f32, {tokens, 8}, part_of(ranks.rank()));
+    for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+      const Buffer shard({}, dtype, {static_cast<std::int64_t>(own.size()), 8});
+      scatter_key_grads(ranks, whole.tensor(), shard.tensor(), shards);
+      EXPECT_TRUE(same_bits(shard.download(), as_stored(dtype, expected)));
+    }
+  }
+}
+
+/// Results do not depend on who brings the memory, and a workspace that is too small is not used.
+inline void check_workspaces(Communicator& ranks) {
+  const Shards shards = shard_rows(Ints{0, 90}, 90, ranks.size(), Sharding::zigzag);
+  const Ints& own = shards.rows[ranks.rank()];
+  const auto own_rows = static_cast<std::int64_t>(own.size());
+  const Values all = as_stored(DType::bf16, normals(90 * 4, 3, "keys"));
+  const Buffer shard = floats({}, DType::bf16, {own_rows, 4}, rows_of(all, own, 4));
+  for (const std::int64_t words : {8, 4096}) {
+    const Buffer workspace({}, DType::i32, {words});
+    const Buffer whole({}, DType::bf16, {90, 4});
+    gather_keys(ranks, shard.tensor(), whole.tensor(), shards,
+                {.workspace = workspace.tensor().data,
+                 .workspace_bytes = static_cast<std::size_t>(words) * 4});
+    EXPECT_TRUE(same_bits(whole.download(), all));
+    EXPECT_TRUE(workspace.canaries_intact());
+  }
+}
+
+inline void check_traffic(Communicator& ranks) {
+  const Traffic before = ranks.traffic();
+  const Shards shards = shard_rows(Ints{0, 41}, 41, ranks.size(), Sharding::zigzag);
+  const auto own = static_cast<std::int64_t>(shards.rows[ranks.rank()].size());
+  const Buffer shard = floats({}, DType::bf16, {own, 6}, Values(own * 6, 1.0));
+  const Buffer whole({}, DType::bf16, {41, 6});
+  gather_keys(ranks, shard.tensor(), whole.tensor(), shards);
+  const Buffer gradients = floats({}, DType::f32, {41, 6}, Values(41 * 6, 1.0));
+  scatter_key_grads(ranks, gradients.tensor(), shard.tensor(), shards);
+  EXPECT_EQ(ranks.traffic().gathered - before.gathered, (41 - own) * 6 * 2);
+  EXPECT_EQ(ranks.traffic().reduced - before.reduced, (41 - own) * 6 * 4);
+}
+
+/// A layer of attention over documents with padding between them, in a number of rows that no
+/// number of ranks divides.
+struct LayerCase {
+  harness::Case c;
+  Ints offsets;
+  Ints padded;
+};
+inline std::vector<LayerCase> layer_cases() {
+  harness::Case glm = harness::find_case("glm-5.2-small");
+  glm.rows = glm.tokens = 131;
+  harness::Case flash = harness::find_case("deepseek-v4-flash-small");
+  flash.rows = flash.tokens = 149;
+  return {{glm, {0, 37, 37, 80, 113}, {0, 40, 40, 88, 128}},
+          {glm, {0, 100, 131}, {}},
+          {flash, {0, 50, 93, 130}, {0, 52, 100, 148}}};
+}
+
+/// The step of N ranks against that of one: what single rows get bit by bit, sums over rows within
+/// the error of fp32.
+inline void check_many_ranks_equal_one(Communicator& ranks) {
+  for (const LayerCase& layer : layer_cases()) {
+    const harness::Batch batch(layer.c, layer.offsets, layer.padded, {});
+    const harness::TrainingStep alone(layer.c, batch, {}, 1);
+    alone.run({.threads = 1});
+    for (const Sharding sharding : kShardings) {
+      const ::testing::ScopedTrace trace(__FILE__, __LINE__,
+                                         fmt::format("{}, {} rows, sharding {}", layer.c.name,
+                                                     layer.c.rows, static_cast<int>(sharding)));
+      harness::RankStep rank(layer.c, batch, sharding, ranks, 1);
+      const Execution execution{.threads = 1};
+      rank.gather(execution);
+      rank.compute(execution);
+      rank.scatter(execution);
+      const auto expected = harness::results_alone(alone);
+      const auto actual = harness::results_of(rank);
+      ASSERT_EQ(actual.size(), expected.size());
+      for (std::size_t i = 0; i < actual.size(); ++i) {
+        const harness::Rows rows = rows_of_rank(expected[i], rank.shards, ranks.rank());
+        EXPECT_TRUE(ok(compare_with_one_rank(expected[i], values_of(*actual[i].buffer),
+                                             values_of(*expected[i].buffer, rows))));
+      }
+      EXPECT_TRUE(rank.own.canaries_intact() && rank.step.buffers.canaries_intact());
+    }
+  }
+}
+
+/// The text with which a collective fails; empty if it does not.
+template <class Call>
+std::string communication_failure(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::communication) << error.what();
+    return error.what();
+  }
+  return {};
+}
+
+/// The last rank asks for something else: all ranks say so, with the same words, and never again do
+/// anything.
+inline void check_mismatches_are_errors_on_every_rank(const MakeCommunicator& make) {
+  const auto gather = [](Communicator& ranks, DType dtype, std::int64_t width, std::int64_t rows) {
+    const std::vector<std::int64_t> all(static_cast<std::size_t>(ranks.size()), rows);
+    const Buffer shard({}, dtype, {rows, width});
+    const Buffer whole({}, dtype, {rows * ranks.size(), width});
+    ranks.all_gather(shard.tensor(), whole.tensor(), all, {});
+  };
+  const auto reduce = [](Communicator& ranks) {
+    const std::vector<std::int64_t> all(static_cast<std::size_t>(ranks.size()), 4);
+    const Buffer shard({}, DType::f32, {4, 8});
+    const Buffer whole({}, DType::f32, {4 * ranks.size(), 8});
+    ranks.reduce_scatter(whole.tensor(), shard.tensor(), all, {});
+  };
+  const auto other_split = [](Communicator& ranks) {
+    std::vector<std::int64_t> all(static_cast<std::size_t>(ranks.size()), 4);
+    all.front() = 3;
+    all.back() = 5;
+    const Buffer shard({}, DType::f32, {5, 8});
+    const Buffer whole({}, DType::f32, {4 * ranks.size(), 8});
+    ranks.all_gather(shard.tensor(), whole.tensor(), all, {});
+  };
+  const std::vector<std::function<void(Communicator&)>> others{
+      [&](Communicator& ranks) { gather(ranks, DType::f32, 9, 4); },
+      [&](Communicator& ranks) { gather(ranks, DType::bf16, 8, 4); },
+      [&](Communicator& ranks) { gather(ranks, DType::f32, 8, 5); }, reduce, other_split};
+  for (const auto& other : others) {
+    const std::unique_ptr<Communicator> ranks = make(std::chrono::seconds(20));
+    if (ranks->size() == 1) return;
+    gather(*ranks, DType::f32, 8, 4);
+    const bool is_last = ranks->rank() == ranks->size() - 1;
+    const std::string text =
+        communication_failure([&] { is_last ? other(*ranks) : gather(*ranks, DType::f32, 8, 4); });
+    const int last = ranks->size() - 1;
+    EXPECT_TRUE(text.starts_with(fmt::format("rank {} calls ", last)) ||
+                text.find(fmt::format("ranks 0 and {} ", last)) != std::string::npos)
+        << text;
+    EXPECT_NE(communication_failure([&] { gather(*ranks, DType::f32, 8, 4); }), "");
+  }
+}
+
+/// Ranks that wait for one that does not come get an Error within the time-out.
+inline void check_a_missing_rank_is_an_error(const MakeCommunicator& make) {
+  constexpr std::chrono::milliseconds kTimeout{400};
+  const std::unique_ptr<Communicator> ranks = make(kTimeout);
+  if (ranks->rank() == ranks->size() - 1) return;
+  const Shards shards = shard_rows(Ints{0, 64}, 64, ranks->size(), Sharding::zigzag);
+  const auto own = static_cast<std::int64_t>(shards.rows[ranks->rank()].size());
+  const Buffer shard = floats({}, DType::f32, {own, 8}, Values(own * 8, 1.0));
+  const Buffer whole({}, DType::f32, {64, 8});
+  const auto start = std::chrono::steady_clock::now();
+  const std::string text =
+      communication_failure([&] { gather_keys(*ranks, shard.tensor(), whole.tensor(), shards); });
+  const auto waited = std::chrono::steady_clock::now() - start;
+  EXPECT_NE(text.find("time-out"), std::string::npos) << text;
+  EXPECT_LT(waited, 10 * kTimeout);
+}
+
+}  // namespace winnow::tests
