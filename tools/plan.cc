@@ -131,6 +131,11 @@ std::string documents_text(const PlanRequest& request) {
                      documents == 1 ? "" : "s");
 }
 
+std::string beyond_measured_text(const harness::Gpu& gpu) {
+  return fmt::format("Queries reach more keys than the {:.0f} measured: rates are assumed there.\n",
+                     gpu.measured_keys);
+}
+
 void print_step(const PlanRequest& request, const StepPlan& step) {
   Table sums = cost_table("the step, all layers");
   add_sum(sums, "forward", step.forward);
@@ -172,9 +177,7 @@ void print_step(const PlanRequest& request, const StepPlan& step) {
   fmt::print(
       "{}\nindexer work of the busiest rank over the mean: contiguous {:.2f}, zigzag {:.2f}\n",
       ways.text(), step.contiguous_imbalance, step.zigzag_imbalance);
-  if (step.beyond_measured)
-    fmt::print("Queries reach more keys than the {:.0f} measured: the rates there are assumed.\n",
-               request.gpu.measured_keys);
+  if (step.beyond_measured) fmt::print("{}", beyond_measured_text(request.gpu));
 }
 
 void print_plan(const PlanRequest& request, const StepPlan& step, const Options& options) {
@@ -203,9 +206,11 @@ void print_table(const std::vector<PlanRequest>& requests, const Options& option
              options.sharding);
   Table table({"tokens", "ranks", "rows", "FLOP", "kernels", "network", "at best", "<bound by",
                "gathered", "reduced", "one layer", "regathered", "kept", "contiguous", "zigzag"});
+  bool beyond_measured = false;
   for (const PlanRequest& request : requests) {
     const StepPlan step = harness::plan_step(request);
     const Cost both = step.both();
+    beyond_measured |= step.beyond_measured;
     table.add({fmt::to_string(request.tokens), fmt::to_string(request.ranks),
                fmt::to_string(step.rows), flops_text(both.flops), seconds_text(both.kernel_seconds),
                seconds_text(both.network_seconds), seconds_text(step.overlapped_seconds),
@@ -216,6 +221,7 @@ void print_table(const std::vector<PlanRequest>& requests, const Options& option
                fmt::format("{:.2f}", step.zigzag_imbalance)});
   }
   fmt::print("{}", table.text());
+  if (beyond_measured) fmt::print("{}", beyond_measured_text(requests[0].gpu));
 }
 
 using Json = nlohmann::ordered_json;
@@ -294,11 +300,9 @@ void plan(const Options& options) {
 }  // namespace
 
 void add_plan(CLI::App& app, int&) {
-  CLI::App* command =
-      app.add_subcommand("plan",
-                         "What the sparse attention of a model's training step costs over many "
-                         "ranks: FLOPs, messages, "
-                         "memory, times by measured rates, balance. Nothing is run.");
+  CLI::App* command = app.add_subcommand(
+      "plan",
+      "Sparse attention of a training step over many ranks, on paper: FLOPs, messages, memory.");
   auto options = std::make_shared<Options>();
   command->add_option("--model", options->model, "One of " + join(model_names()) + ".")->required();
   command
