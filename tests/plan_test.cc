@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+// The formulas behind `winnow plan`, against layers that ranks really compute.
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "harness/layer_plan.h"
+#include "harness/local_communicator.h"
+#include "harness/rank_step.h"
+#include "harness/step_plan.h"
+#include "harness/workloads.h"
+#include "tests/rank_layer.h"
+#include "tests/testing.h"
+
+namespace winnow::tests {
+namespace {
+
+using harness::LayerPlan;
+using harness::RankWork;
+
+/// Uneven documents, one of them empty, and rows behind the last.
+const Ints kOffsets{0, 53, 53, 131, 148};
+constexpr std::int64_t kTokens = 160;
+
+/// Every kind of layer that a model has, at small size.
+std::vector<LayerKind> small_kinds() {
+  Case latent = harness::find_case("glm-5.2-small");
+  Case pooled = harness::find_case("deepseek-v4-flash-small");
+  latent.rows = pooled.rows = kTokens;
+  Case window = pooled;
+  window.ratio = 1;
+  window.topk = window.window;
+  Case listed = pooled;
+  listed.ratio = 8;
+  return {{"selecting", 1, Lists::selected, latent},
+          {"reusing", 1, Lists::reused, latent},
+          {"selecting pools", 1, Lists::selected, pooled},
+          {"window", 1, Lists::window, window},
+          {"all pools", 1, Lists::all_pools, listed}};
+}
+
+/// body(plan of a rank, its work, the layer that it computed, what it sent).
+void on_real_layers(
+    const std::function<void(const LayerPlan&, const RankWork&, const RankLayer&, Traffic)>& body) {
+  for (const LayerKind& kind : small_kinds())
+    for (const Sharding sharding : {Sharding::contiguous, Sharding::zigzag})
+      for (const int ranks : {1, 2, 3}) {
+        const harness::BatchShards shards(kind.c, {kind.c, kOffsets, {}, {}}, ranks, sharding);
+        const ShardedBatch batch{.cu_seqlens = kOffsets, .tokens = kTokens, .shards = shards.rows};
+        const std::vector<RankWork> works = rank_works(kind, batch);
+        const harness::WholeKeys whole = whole_keys(kind, batch);
+        harness::on_local_ranks(ranks, [&](Communicator& communicator) {
+          const RankWork& work = works[communicator.rank()];
+          SCOPED_TRACE(fmt::format("{}, {}, rank {} of {}", kind.name,
+                                   sharding == Sharding::zigzag ? "zigzag" : "contiguous",
+                                   communicator.rank(), ranks));
+          const RankLayer layer(kind, batch, shards.pools, communicator);
+          body(plan_layer(kind, whole, work), work, layer, communicator.traffic());
+        });
+      }
+}
+
+TEST(Plan, TensorsAreThoseOfARealLayer) {
+  on_real_layers([](const LayerPlan& plan, const RankWork&, const RankLayer& layer, Traffic) {
+    std::map<std::string, double> planned;
+    for (const harness::PlannedTensor& each : plan.tensors)
+      if (each.part != "staging") planned[std::string(each.name)] = each.bytes();
+    EXPECT_EQ(planned, layer.tensor_bytes);
+  });
+}
+
+TEST(Plan, StagingIsWhatScatterTakes) {
+  constexpr double kAlignment = 256;
+  on_real_layers([](const LayerPlan& plan, const RankWork&, const RankLayer& layer, Traffic) {
+    double planned = 0;
+    for (const harness::PlannedTensor& each : plan.tensors)
+      if (each.part == "staging") planned += each.bytes();
+    const auto staged = static_cast<double>(layer.staged_bytes);
+    EXPECT_LE(staged, planned + 2 * kAlignment);
+    EXPECT_GE(staged, planned - sizeof(float));  // the last number may look untouched
+  });
+}
+
+TEST(Plan, MessagesAreWhatTheCommunicatorSent) {
+  on_real_layers([](const LayerPlan& plan, const RankWork&, const RankLayer&, Traffic traffic) {
+    double gathered = 0;
+    double reduced = 0;
+    for (const harness::PlannedMessage& each : plan.messages)
+      (each.backward ? reduced : gathered) += each.bytes;
+    EXPECT_EQ(gathered, static_cast<double>(traffic.gathered));
+    EXPECT_EQ(reduced, static_cast<double>(traffic.reduced));
+  });
+}
+
+TEST(Plan, WorkIsWhatWindowsAndListsHold) {
+  on_real_layers([](const LayerPlan&, const RankWork& work, const RankLayer& layer, Traffic) {
+    if (layer.seen.has_value()) {
+      EXPECT_EQ(work.seen, *layer.seen);
+    }
+    EXPECT_EQ(work.slots(), layer.slots);
+  });
+}
+
+// ---- What needs no ranks.
+
+harness::PlanRequest request(const char* model, std::int64_t tokens, int ranks) {
+  return {.model = harness::find_model(model),
+          .cu_seqlens = {0, static_cast<std::int32_t>(tokens)},
+          .tokens = tokens,
+          .ranks = ranks,
+          .sharding = Sharding::zigzag,
+          .gpu = harness::find_gpu("h200"),
+          .bandwidth = 50e9};
+}
+
+std::vector<std::string> model_names() {
+  std::vector<std::string> names;
+  for (const Case& c : harness::cases())
+    if (c.full) names.push_back(c.name);
+  return names;
+}
+
+TEST(Plan, KnowsEveryModelOfTheCases) {
+  const std::map<std::string, std::int64_t> layers{
+      {"glm-5.2", 78}, {"deepseek-v3.2", 61}, {"deepseek-v4-flash", 43}, {"deepseek-v4-pro", 61}};
+  for (const std::string& name : model_names()) {
+    std::int64_t sum = 0;
+    for (const LayerKind& kind : harness::find_model(name).kinds) sum += kind.layers;
+    EXPECT_EQ(sum, layers.at(name)) << name;
+  }
+  EXPECT_EQ(harness::find_model("deepseek-v4-flash").row_multiple(), 128);
+  EXPECT_EQ(harness::find_model("glm-5.2").row_multiple(), 1);
+  EXPECT_THROW(harness::find_model("glm-5.2-small"), std::invalid_argument);
+  EXPECT_THROW(harness::find_gpu("a100"), std::invalid_argument);
+}
+
+TEST(Plan, FlopsAreThoseOfBench) {
+  Case c = harness::find_case("glm-5.2-small");
+  c.tokens = c.rows;
+  c.documents = 1;
+  const harness::IndexTopkWork work(c, {}, 1);
+  const LayerKind kind{"selecting", 1, Lists::selected, c};
+  const ShardedBatch batch{.cu_seqlens = {0, static_cast<std::int32_t>(c.rows)},
+                           .tokens = c.rows,
+                           .shards = shard_rows(std::vector{0, static_cast<std::int32_t>(c.rows)},
+                                                c.rows, 1, Sharding::zigzag)};
+  const LayerPlan plan = plan_layer(kind, whole_keys(kind, batch), rank_works(kind, batch).front());
+  const auto flops = [&](std::string_view name) {
+    return std::find_if(plan.calls.begin(), plan.calls.end(),
+                        [&](const auto& call) { return call.name == name; })
+        ->flops;
+  };
+  EXPECT_EQ(flops("index_topk_forward"), work.forward_flops);
+  EXPECT_EQ(flops("index_topk_backward"), work.backward_flops);
+}
+
+TEST(Plan, ContiguousShardsOfOneDocumentAreTwiceAsLongAsZigzag) {
+  for (const std::string& model : model_names())
+    for (const int ranks : {1, 8, 1024}) {
+      const harness::StepPlan step = plan_step(request(model.c_str(), 1 << 20, ranks));
+      EXPECT_NEAR(step.contiguous_imbalance, 2 - 1.0 / ranks, 1e-3) << model << ", " << ranks;
+      EXPECT_NEAR(step.zigzag_imbalance, 1, 1e-3) << model << ", " << ranks;
+      EXPECT_EQ(step.rows, (1 << 20) / ranks);
+    }
+}
+
+TEST(Plan, RatesMeetTheirMeasurements) {
+  const harness::Gpu& gpu = harness::find_gpu("h200");
+  for (const harness::MeasuredRate& each : gpu.rates) {
+    EXPECT_NEAR(measured_rate(gpu, each.call, each.geometry, each.keys), each.teraflops * 1e12, 1e6)
+        << each.call << " of " << each.geometry;
+    EXPECT_LE(each.keys, gpu.measured_keys);
+  }
+  const auto backward = [&](const char* geometry, double keys) {
+    return measured_rate(gpu, "sparse_attention_backward", geometry, keys);
+  };
+  EXPECT_LT(backward("glm-5.2", 65536), backward("glm-5.2", 32768));
+  EXPECT_GT(backward("glm-5.2", 65536), backward("glm-5.2", 131072));
+  EXPECT_EQ(backward("glm-5.2", 1 << 20), backward("glm-5.2", 131072));
+  // One measurement: the curve of another geometry through it.
+  EXPECT_DOUBLE_EQ(backward("deepseek-v3.2", 131072) / backward("deepseek-v3.2", 8192),
+                   backward("glm-5.2", 131072) / backward("glm-5.2", 8192));
+}
+
+TEST(Plan, BoundIsWhatTakesLongest) {
+  harness::PlanRequest asked = request("glm-5.2", 131072, 64);
+  asked.bandwidth = 1e6;
+  EXPECT_EQ(plan_step(asked).both().bound(), harness::Bound::network);
+  asked.bandwidth = 1e15;
+  harness::StepPlan step = plan_step(asked);
+  EXPECT_NE(step.both().bound(), harness::Bound::network);
+  EXPECT_DOUBLE_EQ(step.overlapped_seconds, step.both().kernel_seconds);
+  asked.gpu.memory_rate = 1e9;
+  EXPECT_EQ(plan_step(asked).both().bound(), harness::Bound::memory);
+  asked.gpu.memory_rate = 1e18;
+  EXPECT_EQ(plan_step(asked).both().bound(), harness::Bound::compute);
+}
+
+TEST(Plan, MemoryOfAStepAddsUpOverLayers) {
+  const auto workspace = static_cast<double>(Execution{}.workspace_limit);
+  for (const std::string& model : model_names()) {
+    const harness::StepPlan step = plan_step(request(model.c_str(), 131072, 64));
+    double kept = 0;
+    double gathered = 0;
+    double most_beside_kept = 0;
+    double most_beside_all = 0;
+    for (const harness::PlannedLayer& layer : step.layers) {
+      std::map<harness::Kept, double> bytes;
+      for (const harness::PlannedTensor& each : layer.plan.tensors)
+        bytes[each.kept] += each.bytes();
+      const double within = bytes[harness::Kept::within_layer] + workspace;
+      const double regathered = bytes[harness::Kept::unless_regathered];
+      kept += bytes[harness::Kept::until_backward] * static_cast<double>(layer.kind.layers);
+      gathered += regathered * static_cast<double>(layer.kind.layers);
+      most_beside_all = std::max(most_beside_all, within);
+      most_beside_kept = std::max(most_beside_kept, within + regathered);
+      EXPECT_LE(layer.memory.total(), step.one_layer_bytes);
+    }
+    EXPECT_DOUBLE_EQ(step.regathered_bytes, kept + most_beside_kept) << model;
+    EXPECT_DOUBLE_EQ(step.kept_bytes, kept + gathered + most_beside_all) << model;
+  }
+}
+
+/// Of the calls that need most, at a model's own size and without its memory.
+TEST(Plan, WorkspaceIsNoMoreThanPlanned) {
+  const harness::StepPlan step = plan_step(request("glm-5.2", 131072, 64));
+  const harness::PlannedLayer& layer = step.layers[0];
+  const auto of = [&](std::string_view name) {
+    static std::vector<std::byte> zeros(1 << 20);  // windows are looked at
+    const auto found = std::find_if(layer.plan.tensors.begin(), layer.plan.tensors.end(),
+                                    [&](const auto& each) { return each.name == name; });
+    Tensor tensor{.data = zeros.data(), .dtype = found->dtype, .device = {}};
+    tensor.rank = static_cast<std::int32_t>(found->shape.size());
+    std::int64_t stride = 1;
+    for (std::int32_t i = tensor.rank - 1; i >= 0; --i) {
+      tensor.shape[i] = found->shape[i];
+      tensor.stride[i] = std::exchange(stride, stride * found->shape[i]);
+    }
+    return tensor;
+  };
+  const IndexTopkForward select{.q = of("index_q"),
+                                .k = of("index_k"),
+                                .weights = of("weights"),
+                                .k_scale = {},
+                                .begin = of("begin"),
+                                .end = of("end"),
+                                .indices = of("selected"),
+                                .lengths = of("selected_lengths"),
+                                .scores = of("scores")};
+  const SparseAttentionBackward attend{.q = of("q"),
+                                       .kv = of("kv"),
+                                       .indices = of("selected"),
+                                       .lengths = of("selected_lengths"),
+                                       .sink = {},
+                                       .out = of("out"),
+                                       .lse = of("lse"),
+                                       .d_out = of("d_out"),
+                                       .d_lse = {},
+                                       .d_q = of("d_q"),
+                                       .d_kv = of("d_kv"),
+                                       .d_sink = {},
+                                       .scale = layer.kind.c.scale};
+  const double planned = layer.memory.of("workspace, at most");
+  for (const auto bytes : {workspace_bytes(select), workspace_bytes(attend)}) {
+    EXPECT_GT(bytes, 0U);
+    EXPECT_LE(static_cast<double>(bytes), planned);
+  }
+}
+
+}  // namespace
+}  // namespace winnow::tests
