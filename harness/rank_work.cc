@@ -8,6 +8,23 @@
 #include "winnow/key_windows.h"
 
 namespace winnow::harness {
+namespace {
+
+/// Index keys that each row of the batch may see: rows, or pools of `ratio` rows.
+std::vector<std::int64_t> window_lengths(const ShardedBatch& batch, std::int32_t ratio) {
+  const auto ints = [](std::vector<std::int32_t>& values) {
+    return tensor(values.data(), DType::i32, {static_cast<std::int64_t>(values.size())});
+  };
+  std::vector<std::int32_t> begin(batch.tokens), end(batch.tokens);
+  std::vector<std::int32_t> offsets = batch.cu_seqlens;
+  key_windows(
+      {.cu_seqlens = ints(offsets), .ratio = ratio, .begin = ints(begin), .end = ints(end)});
+  std::vector<std::int64_t> lengths(batch.tokens);
+  std::transform(end.begin(), end.end(), begin.begin(), lengths.begin(), std::minus<>());
+  return lengths;
+}
+
+}  // namespace
 
 WholeKeys whole_keys(const LayerKind& kind, const ShardedBatch& batch) {
   WholeKeys keys{.rows = batch.tokens};
@@ -21,19 +38,6 @@ WholeKeys whole_keys(const LayerKind& kind, const ShardedBatch& batch) {
     keys.most_pools = std::max(keys.most_pools, pools);
   }
   return keys;
-}
-
-std::vector<std::int64_t> window_lengths(const ShardedBatch& batch, std::int32_t ratio) {
-  const auto ints = [](std::vector<std::int32_t>& values) {
-    return tensor(values.data(), DType::i32, {static_cast<std::int64_t>(values.size())});
-  };
-  std::vector<std::int32_t> begin(batch.tokens), end(batch.tokens);
-  std::vector<std::int32_t> offsets = batch.cu_seqlens;
-  key_windows(
-      {.cu_seqlens = ints(offsets), .ratio = ratio, .begin = ints(begin), .end = ints(end)});
-  std::vector<std::int64_t> lengths(batch.tokens);
-  std::transform(end.begin(), end.end(), begin.begin(), lengths.begin(), std::minus<>());
-  return lengths;
 }
 
 std::vector<RankWork> rank_works(const LayerKind& kind, const ShardedBatch& batch) {

@@ -26,9 +26,6 @@ struct WholeKeys {
 };
 WholeKeys whole_keys(const LayerKind& kind, const ShardedBatch& batch);
 
-/// Index keys that each row of the batch may see: rows, or pools of `ratio` rows.
-std::vector<std::int64_t> window_lengths(const ShardedBatch& batch, std::int32_t ratio);
-
 /// The part of one rank in one kind of layer, counted over its rows.
 struct RankWork {
   std::int64_t rows = 0;
