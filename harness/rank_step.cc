@@ -160,6 +160,9 @@ void RankStep::scatter(const Execution& execution) {
     scatter_key_grads(communicator, part(step.d_kv.tensor(), step.c.rows, pools),
                       d_kv_pools.tensor(), shards.pools, execution);
   }
+}
+
+void RankStep::sum_parameters(const Execution& execution) {
   if (step.c.sink) sum_to_rank_0(step.d_sink, d_sink, execution);
   if (step.c.head_dim > 0) sum_to_rank_0(step.d_w_v, d_w_v, execution);
 }

@@ -24,7 +24,8 @@ struct BatchShards {
 
 /// Its queries are the rows of its shard; it holds the keys of those rows and gets the others from
 /// their ranks. What single rows get stays on their rank; gradients of keys are summed over ranks
-/// and go back to the rank that holds the key; those of parameters go to rank 0.
+/// and go back to the rank that holds the key. Sums of parameters' gradients, which training makes
+/// for all of its layers at once, go to rank 0.
 struct RankStep {
   RankStep(const Case& c, const Batch& batch, Sharding sharding, Communicator& communicator,
            std::uint64_t seed, Device device = {});
@@ -33,6 +34,7 @@ struct RankStep {
   void gather(const Execution& execution);
   void compute(const Execution& execution) const { step.run(execution); }
   void scatter(const Execution& execution);
+  void sum_parameters(const Execution& execution);
 
   Communicator& communicator;
   BatchShards shards;

@@ -183,6 +183,7 @@ inline void check_many_ranks_equal_one(Communicator& ranks) {
       rank.gather(execution);
       rank.compute(execution);
       rank.scatter(execution);
+      rank.sum_parameters(execution);
       const auto expected = harness::results_alone(alone);
       const auto actual = harness::results_of(rank);
       ASSERT_EQ(actual.size(), expected.size());

@@ -14,6 +14,7 @@
 
 #include "harness/training_step.h"
 #include "tools/commands.h"
+#include "tools/rank_run.h"
 #include "tools/report_json.h"
 #include "tools/table.h"
 #include "tools/text.h"
@@ -25,14 +26,18 @@ namespace winnow::tools {
 namespace {
 
 constexpr std::int64_t kFewestRows = 16;
+constexpr std::int64_t kRows = 4096;
+constexpr std::int64_t kRankRows = 1024;  // over ranks, where one of them also does it all alone
 
 struct Options {
   std::string backend;
   std::string model = "glm-5.2";
-  std::int64_t rows = 4096;
+  std::int64_t rows = 0;     // 0: kRows or kRankRows
   std::int64_t queries = 0;  // 0: as many as the backend does in less than a minute
   std::uint64_t seed = 1;
   bool json = false;
+  bool context_parallel = false;
+  std::string sharding = "zigzag";
 };
 
 /// What a backend does in about half a minute on two cores.
@@ -49,7 +54,7 @@ double affordable_flops(Backend backend) {
 
 harness::Case sized_case(const Options& options, Backend backend) {
   harness::Case c = model_word(options.model);
-  c.rows = options.rows;
+  c.rows = options.rows > 0 ? options.rows : kRows;
   c.tokens = options.queries;
   if (c.tokens == 0) {
     const auto most =
@@ -145,7 +150,26 @@ void print_json(const harness::Case& c, const Options& options, Backend backend,
   fmt::print("{}\n", all.dump(2));
 }
 
+Sharding sharding_word(const std::string& word) {
+  if (word == "contiguous") return Sharding::contiguous;
+  if (word == "zigzag") return Sharding::zigzag;
+  throw std::invalid_argument(fmt::format("--sharding {}: must be contiguous or zigzag", word));
+}
+
+int run_over_ranks(const Options& options) {
+  harness::Case c = model_word(options.model);
+  c.rows = c.tokens = options.rows > 0 ? options.rows : kRankRows;
+  // Few enough keys that the indexer has to choose.
+  c.topk = c.window + std::min(c.index_topk(), std::max<std::int64_t>(1, c.index_keys() / 8));
+  return run_on_ranks({.c = c,
+                       .backend = backend_word(options.backend),
+                       .sharding = sharding_word(options.sharding),
+                       .seed = options.seed,
+                       .json = options.json});
+}
+
 int run(const Options& options) {
+  if (options.context_parallel) return run_over_ranks(options);
   const Backend backend = backend_word(options.backend);
   const harness::Case c = sized_case(options, backend);
   if (!options.json) print_head(c, backend);
@@ -169,15 +193,31 @@ void add_run(CLI::App& app, int& exit_code) {
                       "One of " + join(model_names()) + ". Default: glm-5.2.");
   command
       ->add_option("--tokens", options->rows,
-                   "Rows of the packed batch, all of them keys. Default: 4096.")
+                   "Rows of the packed batch, all of them keys. Default: 4096; with "
+                   "--context-parallel 1024.")
       ->check(CLI::Range(kFewestRows, std::int64_t{1} << 24));
-  command
-      ->add_option("--query-rows", options->queries,
-                   "Rows that are queries too. Default: as many as the backend does in less than a "
-                   "minute on two cores, at most all.")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24));
+  CLI::Option* const queries =
+      command
+          ->add_option("--query-rows", options->queries,
+                       "Rows that are queries too. Default: as many as the backend does in less "
+                       "than a minute on two cores, at most all.")
+          ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24));
   command->add_option("--seed", options->seed, "Of all inputs. Default: 1.");
   command->add_flag("--json", options->json, "Print JSON.");
+  CLI::Option* const ranks =
+      command
+          ->add_flag("--context-parallel", options->context_parallel,
+                     "Over the ranks of an MPI job, each with a shard of the rows: mpirun -n 4 "
+                     "winnow run --context-parallel. All rows are queries, each for an eighth of "
+                     "the keys at most. Rank 0 then makes the "
+                     "step alone, and the exit code is 0 only if both are the same: selection and "
+                     "forward bit by bit, sums within fp32.")
+          ->excludes(queries);
+  command
+      ->add_option("--sharding", options->sharding,
+                   "How ranks share the rows: contiguous, or zigzag, which gives them equal work. "
+                   "Default: zigzag.")
+      ->needs(ranks);
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// One packed batch over the ranks of an MPI job: mpirun -n 4 context_parallel
+// Each rank makes the queries and keys of its own rows, gathers the keys of all ranks, attends, and
+// gets the gradients of its own keys back, summed over ranks.
+#include <cmath>
+#include <cstdio>
+#include <exception>
+#include <vector>
+
+#include <mpi.h>
+
+#include "winnow/winnow.h"
+
+namespace {
+
+using winnow::DType, winnow::tensor;
+
+constexpr int kTokens = 96, kHeads = 4, kDim = 64, kTopk = 8;
+
+void run() {
+  const MPI_Comm world = MPI_COMM_WORLD;
+  const auto ranks = winnow::mpi_communicator(&world);
+
+  // Two documents of 66 and 30 tokens. Zigzag shards give all ranks the same causal work.
+  std::vector<std::int32_t> cu_seqlens = {0, 66, 96};
+  winnow::Shards shards =
+      winnow::shard_rows(cu_seqlens, kTokens, ranks->size(), winnow::Sharding::zigzag);
+  std::vector<std::int32_t>& rows = shards.rows[ranks->rank()];
+  const auto own = static_cast<std::int64_t>(rows.size());
+
+  // What a layer's projections would make of this rank's rows.
+  std::vector<float> q(own * kHeads * kDim), kv(own * kDim), weights(own * kHeads, 1.0f);
+  for (std::int64_t i = 0; i < own * kHeads * kDim; ++i)
+    q[i] = std::sin(0.1f * static_cast<float>(rows[i / (kHeads * kDim)] + i % (kHeads * kDim)));
+  for (std::int64_t i = 0; i < own * kDim; ++i)
+    kv[i] = std::cos(0.3f * static_cast<float>(rows[i / kDim] + i % kDim));
+
+  // The keys of all ranks in global order. The indexer has the same keys as attention here.
+  std::vector<float> all_kv(kTokens * kDim);
+  const auto keys = tensor(all_kv.data(), DType::f32, {kTokens, kDim});
+  winnow::gather_keys(*ranks, tensor(kv.data(), DType::f32, {own, kDim}), keys, shards);
+
+  // The operators are those of one rank; only the windows know which rows the queries are.
+  std::vector<std::int32_t> begin(own), end(own), indices(own * kTopk), lengths(own);
+  std::vector<float> out(q.size()), lse(own * kHeads), d_q(q.size()), d_kv(own * kDim);
+  const auto queries = tensor(q.data(), DType::f32, {own, kHeads, kDim});
+  const auto begins = tensor(begin.data(), DType::i32, {own});
+  const auto ends = tensor(end.data(), DType::i32, {own});
+  const auto lists = tensor(indices.data(), DType::i32, {own, kTopk});
+  const auto counts = tensor(lengths.data(), DType::i32, {own});
+  const auto outs = tensor(out.data(), DType::f32, {own, kHeads, kDim});
+  const auto lses = tensor(lse.data(), DType::f32, {own, kHeads});
+  winnow::key_windows({.cu_seqlens = tensor(cu_seqlens.data(), DType::i32, {3}),
+                       .query_rows = tensor(rows.data(), DType::i32, {own}),
+                       .begin = begins,
+                       .end = ends});
+  winnow::index_topk_forward({.q = queries,
+                              .k = keys,
+                              .weights = tensor(weights.data(), DType::f32, {own, kHeads}),
+                              .begin = begins,
+                              .end = ends,
+                              .indices = lists,
+                              .lengths = counts});
+  winnow::sparse_attention_forward(
+      {.q = queries, .kv = keys, .indices = lists, .lengths = counts, .out = outs, .lse = lses});
+
+  // Backward of sum(out^2) / 2: first for all keys, then summed over ranks for the own ones.
+  std::vector<float> all_d_kv(kTokens * kDim, 0.0f);
+  const auto all_sums = tensor(all_d_kv.data(), DType::f32, {kTokens, kDim});
+  winnow::sparse_attention_backward({.q = queries,
+                                     .kv = keys,
+                                     .indices = lists,
+                                     .lengths = counts,
+                                     .out = outs,
+                                     .lse = lses,
+                                     .d_out = outs,
+                                     .d_q = tensor(d_q.data(), DType::f32, {own, kHeads, kDim}),
+                                     .d_kv = all_sums});
+  winnow::scatter_key_grads(*ranks, all_sums, tensor(d_kv.data(), DType::f32, {own, kDim}), shards);
+
+  std::int64_t seen = 0;
+  for (std::int64_t t = 0; t < own; ++t) seen += end[t] - begin[t];
+  std::printf("rank %d of %d: %d rows see %d keys; d_kv of row %d begins with %.6f\n",
+              ranks->rank(), ranks->size(), static_cast<int>(own), static_cast<int>(seen), rows[0],
+              d_kv[0]);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  MPI_Init(&argc, &argv);
+  try {
+    run();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    MPI_Abort(MPI_COMM_WORLD, 1);  // or the other ranks would wait for this one
+  }
+  MPI_Finalize();
+}

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// One rank of an MPI job: the checks that every communicator must pass. mpi_test starts it.
+#include <mpi.h>
+
+#include "tests/rank_checks.h"
+
+namespace winnow::tests {
+namespace {
+
+std::unique_ptr<Communicator> make(std::chrono::milliseconds timeout) {
+  const MPI_Comm world = MPI_COMM_WORLD;
+  return mpi_communicator(&world, timeout);
+}
+
+/// One communicator for all checks that leave it whole.
+class Mpi : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() { ranks_ = make(std::chrono::seconds(20)); }
+  static void TearDownTestSuite() { ranks_.reset(); }
+
+  static inline std::unique_ptr<Communicator> ranks_;
+};
+
+TEST_F(Mpi, KnowsItsRank) {
+  int rank = -1;
+  int size = -1;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  EXPECT_EQ(ranks_->rank(), rank);
+  EXPECT_EQ(ranks_->size(), size);
+}
+
+TEST_F(Mpi, GatheredRowsStandInGlobalOrder) { check_gathered_rows_stand_in_global_order(*ranks_); }
+
+TEST_F(Mpi, GradientsAreSumsOverRanks) { check_gradients_are_sums_over_ranks(*ranks_); }
+
+TEST_F(Mpi, GradientsAreRoundedOnce) { check_gradients_are_rounded_once(*ranks_); }
+
+TEST_F(Mpi, WorkspacesDoNotMatter) { check_workspaces(*ranks_); }
+
+TEST_F(Mpi, TrafficCountsWhatOtherRanksHave) { check_traffic(*ranks_); }
+
+TEST_F(Mpi, ManyRanksEqualOne) { check_many_ranks_equal_one(*ranks_); }
+
+// Several messages of a megabyte each: past what MPI sends at once.
+TEST_F(Mpi, LargeRowsArriveWhole) {
+  const Shards shards = shard_rows(Ints{0, 150, 515}, 515, ranks_->size(), Sharding::zigzag);
+  const Ints& own = shards.rows[ranks_->rank()];
+  const auto own_rows = static_cast<std::int64_t>(own.size());
+  constexpr std::int64_t kWidth = 2048;
+  const Values all = whole_numbers(515 * kWidth, 5, "large", -100, 100);
+  const Buffer shard = floats({}, DType::f32, {own_rows, kWidth}, rows_of(all, own, kWidth));
+  const Buffer whole({}, DType::f32, {515, kWidth});
+  gather_keys(*ranks_, shard.tensor(), whole.tensor(), shards);
+  EXPECT_TRUE(same_bits(whole.download(), all));
+  const Buffer sum({}, DType::f32, {own_rows, kWidth});
+  scatter_key_grads(*ranks_, whole.tensor(), sum.tensor(), shards);
+  Values expected = rows_of(all, own, kWidth);
+  for (double& value : expected) value *= ranks_->size();
+  EXPECT_EQ(sum.download(), expected);  // 0 of either sign
+}
+
+TEST_F(Mpi, ArgumentsAreRefusedByName) {
+  const std::vector<std::int64_t> rows(static_cast<std::size_t>(ranks_->size()), 2);
+  const Buffer shard({}, DType::bf16, {2, 4});
+  const Buffer whole({}, DType::bf16, {2 * ranks_->size() + 1, 4});
+  EXPECT_EQ(refusal_of([&] { ranks_->all_gather(shard.tensor(), whole.tensor(), rows, {}); }),
+            fmt::format("all_gather: whole {}: rows must be {}, as in rows",
+                        describe(whole.tensor()), 2 * ranks_->size()));
+  EXPECT_EQ(refusal_of([&] { ranks_->reduce_scatter(whole.tensor(), shard.tensor(), rows, {}); }),
+            "reduce_scatter: shard bf16[2, 4]: dtype must be f32");
+  EXPECT_EQ(refusal_of([&] {
+              ranks_->all_gather(shard.tensor(), whole.tensor(), std::span(rows).first(0), {});
+            }),
+            fmt::format("all_gather: rows [0]: ranks must be {}, as in the communicator",
+                        ranks_->size()));
+  // All ranks were refused, so that nobody waits, and the communicator goes on.
+  check_traffic(*ranks_);
+}
+
+TEST(MpiFailures, MismatchesAreErrorsOnEveryRank) {
+  check_mismatches_are_errors_on_every_rank(make);
+}
+
+TEST(MpiFailures, AMissingRankIsAnError) { check_a_missing_rank_is_an_error(make); }
+
+}  // namespace
+}  // namespace winnow::tests
+
+int main(int argc, char** argv) {
+  ::testing::InitGoogleTest(&argc, argv);
+  using winnow::tests::make;
+  const std::string early = winnow::tests::refusal_of([] { make(std::chrono::seconds(1)); });
+  MPI_Init(&argc, &argv);
+  int result = RUN_ALL_TESTS();
+  MPI_Finalize();
+  const std::string late = winnow::tests::refusal_of([] { make(std::chrono::seconds(1)); });
+  if (early.empty() || late.empty()) result = 1;  // outside MPI there are no communicators
+  return result;
+}

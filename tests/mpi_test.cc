@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// Context parallel over MPI with ranks as processes: starts jobs on this machine and judges how
+// they end. Built with MPI only.
+#include <chrono>
+#include <cstdio>
+#include <regex>
+
+#include <sys/wait.h>
+
+#include "tests/sanitized.h"
+#include "tests/testing.h"
+
+namespace winnow::tests {
+namespace {
+
+/// How a job ended.
+struct Job {
+  int exit_code = -1;
+  double seconds = 0;
+  std::string output;
+};
+
+/// Runs a program of this build on so many ranks. It is ended after `seconds`: then its exit code
+/// is 124.
+Job run_ranks(int ranks, const std::string& program, int seconds) {
+  // Open MPI: as root too, with more ranks than cores, which then share them. Its own memory is
+  // reported as leaked by the address sanitizer, so leaks are looked for with ranks as threads.
+  const std::string command = fmt::format(
+      "env -u GTEST_OUTPUT OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 "
+      "OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none "
+      "OMPI_MCA_mpi_yield_when_idle=1 ASAN_OPTIONS=detect_leaks=0 "
+      "timeout --kill-after=5 {} {} -n {} {}/{} 2>&1",
+      seconds, WINNOW_MPIRUN, ranks, WINNOW_BUILD, program);
+  Job job;
+  const auto start = std::chrono::steady_clock::now();
+  std::FILE* const pipe = popen(command.c_str(), "r");
+  if (pipe == nullptr) return job;
+  char text[4096];
+  while (std::fgets(text, sizeof(text), pipe) != nullptr) job.output += text;
+  const int status = pclose(pipe);
+  job.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  job.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return job;
+}
+
+std::int64_t count(const std::string& text, const char* pattern) {
+  const std::regex regex(pattern);
+  return std::distance(std::sregex_iterator(text.begin(), text.end(), regex),
+                       std::sregex_iterator());
+}
+
+class MpiJobs : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (std::system(WINNOW_MPIRUN " --version > /dev/null 2>&1") != 0)
+      GTEST_SKIP() << "this machine has no " WINNOW_MPIRUN;
+  }
+};
+
+class MpiTool : public MpiJobs {
+ protected:
+  void SetUp() override {
+    MpiJobs::SetUp();
+    if (kSanitized) GTEST_SKIP() << "this build is for the library, without the tool";
+  }
+};
+
+class MpiRanks : public MpiJobs, public ::testing::WithParamInterface<int> {};
+
+TEST_P(MpiRanks, PassAllChecks) {
+  const Job job = run_ranks(GetParam(), "mpi_rank --gtest_brief=1", 120);
+  EXPECT_EQ(job.exit_code, 0) << job.output;
+  EXPECT_EQ(count(job.output, "PASSED"), GetParam()) << job.output;
+}
+
+INSTANTIATE_TEST_SUITE_P(Of, MpiRanks, ::testing::Values(1, 2, 3, 4, 8));
+
+TEST_F(MpiJobs, EndWhenARankIsKilled) {
+  const Job job = run_ranks(4, "mpi_failing_rank killed", 60);
+  EXPECT_NE(job.exit_code, 0) << job.output;
+  EXPECT_LT(job.seconds, 30) << job.output;
+}
+
+TEST_F(MpiJobs, GetAnErrorWhenARankHangs) {
+  const Job job = run_ranks(4, "mpi_failing_rank stopped", 60);
+  EXPECT_NE(job.exit_code, 0) << job.output;
+  EXPECT_LT(job.seconds, 30) << job.output;
+  EXPECT_EQ(count(job.output, "after [23]\\.. s: .* on rank [0-2] of 4: time-out"), 3)
+      << job.output;
+}
+
+TEST_F(MpiTool, RunsATrainingStepThatEqualsOneRank) {
+  for (const char* options : {"--case glm-5.2", "--case deepseek-v4-flash --sharding contiguous"}) {
+    const Job job = run_ranks(
+        4, fmt::format("winnow run --context-parallel --tokens 96 {} --json", options), 120);
+    EXPECT_EQ(job.exit_code, 0) << job.output;
+    EXPECT_EQ(count(job.output, "\"gathered_bytes\": [1-9]"), 4) << job.output;
+    EXPECT_EQ(count(job.output, "\"ok\": true"), 1) << job.output;
+  }
+}
+
+TEST_F(MpiTool, EndsWhenARankHasAnError) {
+  const Job job =
+      run_ranks(8, "winnow run --context-parallel --tokens 16 --case deepseek-v4-flash", 60);
+  EXPECT_EQ(job.exit_code, 1) << job.output;
+  EXPECT_NE(job.output.find("--tokens 16: too few for 8 ranks"), std::string::npos) << job.output;
+  EXPECT_LT(job.seconds, 30);
+}
+
+TEST_F(MpiJobs, RunTheExample) {
+  const Job job = run_ranks(2, "context_parallel", 60);
+  EXPECT_EQ(job.exit_code, 0) << job.output;
+  EXPECT_EQ(count(job.output, "rank [01] of 2: "), 2) << job.output;
+}
+
+}  // namespace
+}  // namespace winnow::tests
