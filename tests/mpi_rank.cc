@@ -30,17 +30,19 @@ TEST_F(Mpi, KnowsItsRank) {
   EXPECT_EQ(ranks_->size(), size);
 }
 
-TEST_F(Mpi, GatheredRowsStandInGlobalOrder) { check_gathered_rows_stand_in_global_order(*ranks_); }
+TEST_F(Mpi, GatheredRowsStandInGlobalOrder) {
+  check_gathered_rows_stand_in_global_order(*ranks_, {});
+}
 
-TEST_F(Mpi, GradientsAreSumsOverRanks) { check_gradients_are_sums_over_ranks(*ranks_); }
+TEST_F(Mpi, GradientsAreSumsOverRanks) { check_gradients_are_sums_over_ranks(*ranks_, {}); }
 
-TEST_F(Mpi, GradientsAreRoundedOnce) { check_gradients_are_rounded_once(*ranks_); }
+TEST_F(Mpi, GradientsAreRoundedOnce) { check_gradients_are_rounded_once(*ranks_, {}); }
 
-TEST_F(Mpi, WorkspacesDoNotMatter) { check_workspaces(*ranks_); }
+TEST_F(Mpi, WorkspacesDoNotMatter) { check_workspaces(*ranks_, {}); }
 
-TEST_F(Mpi, TrafficCountsWhatOtherRanksHave) { check_traffic(*ranks_); }
+TEST_F(Mpi, TrafficCountsWhatOtherRanksHave) { check_traffic(*ranks_, {}); }
 
-TEST_F(Mpi, ManyRanksEqualOne) { check_many_ranks_equal_one(*ranks_); }
+TEST_F(Mpi, ManyRanksEqualOne) { check_many_ranks_equal_one(*ranks_, {}); }
 
 // Several messages of a megabyte each: past what MPI sends at once.
 TEST_F(Mpi, LargeRowsArriveWhole) {
@@ -75,7 +77,7 @@ TEST_F(Mpi, ArgumentsAreRefusedByName) {
             fmt::format("all_gather: rows [0]: ranks must be {}, as in the communicator",
                         ranks_->size()));
   // All ranks were refused, so that nobody waits, and the communicator goes on.
-  check_traffic(*ranks_);
+  check_traffic(*ranks_, {});
 }
 
 TEST(MpiFailures, MismatchesAreErrorsOnEveryRank) {

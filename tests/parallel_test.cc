@@ -11,11 +11,11 @@ namespace {
 
 using harness::on_local_ranks;
 
-/// Calls check(communicator) on every rank of groups of many sizes.
-void on_groups(const std::function<void(Communicator&)>& check) {
+/// Calls check(communicator, device) on every rank of groups of many sizes.
+void on_groups(const std::function<void(Communicator&, Device)>& check) {
   for (const int ranks : {1, 2, 3, 4, 8}) {
     const ::testing::ScopedTrace trace(__FILE__, __LINE__, fmt::format("{} ranks", ranks));
-    on_local_ranks(ranks, check);
+    on_local_ranks(ranks, [&](Communicator& communicator) { check(communicator, {}); });
   }
 }
 

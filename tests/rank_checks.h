@@ -48,7 +48,7 @@ inline Values rows_of(const Values& values, const Ints& rows, std::int64_t width
   return result;
 }
 
-inline void check_gathered_rows_stand_in_global_order(Communicator& ranks) {
+inline void check_gathered_rows_stand_in_global_order(Communicator& ranks, Device device) {
   for (const Shards& shards : some_shards(ranks.size())) {
     const Ints& own = shards.rows[ranks.rank()];
     const auto own_rows = static_cast<std::int64_t>(own.size());
@@ -56,12 +56,13 @@ inline void check_gathered_rows_stand_in_global_order(Communicator& ranks) {
     for (const DType dtype : {DType::bf16, DType::f32, DType::f8_e4m3, DType::f64}) {
       for (const std::int64_t padding : {0, 3}) {
         const Values all = as_stored(dtype, normals(tokens * 10, 7, "keys"));
-        const Buffer shard = floats({}, dtype, {own_rows, 2, 5}, rows_of(all, own, 10), 0);
-        const Buffer flat = floats({}, dtype, {own_rows, 10}, rows_of(all, own, 10), padding);
-        const Buffer whole({}, dtype, {tokens, 2, 5});
-        const Buffer padded({}, dtype, {tokens, 10}, padding);
+        const Buffer shard = floats(device, dtype, {own_rows, 2, 5}, rows_of(all, own, 10), 0);
+        const Buffer flat = floats(device, dtype, {own_rows, 10}, rows_of(all, own, 10), padding);
+        const Buffer whole(device, dtype, {tokens, 2, 5});
+        const Buffer padded(device, dtype, {tokens, 10}, padding);
         gather_keys(ranks, shard.tensor(), whole.tensor(), shards);
         gather_keys(ranks, flat.tensor(), padded.tensor(), shards);
+        ranks.wait({});
         EXPECT_TRUE(same_bits(whole.download(), all));
         EXPECT_TRUE(same_bits(padded.download(), all));
         expect_canaries_intact(whole, padded);
@@ -69,24 +70,25 @@ inline void check_gathered_rows_stand_in_global_order(Communicator& ranks) {
     }
     Ints rows(static_cast<std::size_t>(tokens));
     std::iota(rows.begin(), rows.end(), 0);
-    const Buffer numbers = ints({}, {own_rows}, own);
-    const Buffer gathered({}, DType::i32, {tokens});
+    const Buffer numbers = ints(device, {own_rows}, own);
+    const Buffer gathered(device, DType::i32, {tokens});
     gather_keys(ranks, numbers.tensor(), gathered.tensor(), shards);
     EXPECT_EQ(gathered.download_ints(), rows);
   }
 }
 
 /// A rank r whose loss is (r + 1) * sum(gathered): with two ranks every gradient is 3.
-inline void check_gradients_are_sums_over_ranks(Communicator& ranks) {
+inline void check_gradients_are_sums_over_ranks(Communicator& ranks, Device device) {
   const double sum = ranks.size() * (ranks.size() + 1) / 2.0;
   for (const Shards& shards : some_shards(ranks.size())) {
     const auto own = static_cast<std::int64_t>(shards.rows[ranks.rank()].size());
     const std::int64_t tokens = rows_of_all(shards);
     const Buffer whole =
-        floats({}, DType::f32, {tokens, 6}, Values(tokens * 6, ranks.rank() + 1.0));
+        floats(device, DType::f32, {tokens, 6}, Values(tokens * 6, ranks.rank() + 1.0));
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
-      const Buffer shard({}, dtype, {own, 6}, 2);
+      const Buffer shard(device, dtype, {own, 6}, 2);
       scatter_key_grads(ranks, whole.tensor(), shard.tensor(), shards);
+      ranks.wait({});
       EXPECT_TRUE(all_equal(shard.download(), sum));
       expect_canaries_intact(shard);
     }
@@ -94,7 +96,7 @@ inline void check_gradients_are_sums_over_ranks(Communicator& ranks) {
 }
 
 /// Every row comes from its own place, is summed in fp32 and rounded once at the end.
-inline void check_gradients_are_rounded_once(Communicator& ranks) {
+inline void check_gradients_are_rounded_once(Communicator& ranks, Device device) {
   for (const Shards& shards : some_shards(ranks.size())) {
     const Ints& own = shards.rows[ranks.rank()];
     const std::int64_t tokens = rows_of_all(shards);
@@ -110,25 +112,26 @@ inline void check_gradients_are_rounded_once(Communicator& ranks) {
       std::transform(sum.begin(), sum.end(), values.begin(), sum.begin(), std::plus<>());
     }
     const Values expected = rows_of(sum, own, 8);
-    const Buffer whole = floats({}, DType::f32, {tokens, 8}, part_of(ranks.rank()));
+    const Buffer whole = floats(device, DType::f32, {tokens, 8}, part_of(ranks.rank()));
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
-      const Buffer shard({}, dtype, {static_cast<std::int64_t>(own.size()), 8});
+      const Buffer shard(device, dtype, {static_cast<std::int64_t>(own.size()), 8});
       scatter_key_grads(ranks, whole.tensor(), shard.tensor(), shards);
+      ranks.wait({});
       EXPECT_TRUE(same_bits(shard.download(), as_stored(dtype, expected)));
     }
   }
 }
 
 /// Results do not depend on who brings the memory, and a workspace that is too small is not used.
-inline void check_workspaces(Communicator& ranks) {
+inline void check_workspaces(Communicator& ranks, Device device) {
   const Shards shards = shard_rows(Ints{0, 90}, 90, ranks.size(), Sharding::zigzag);
   const Ints& own = shards.rows[ranks.rank()];
   const auto own_rows = static_cast<std::int64_t>(own.size());
   const Values all = as_stored(DType::bf16, normals(90 * 4, 3, "keys"));
-  const Buffer shard = floats({}, DType::bf16, {own_rows, 4}, rows_of(all, own, 4));
+  const Buffer shard = floats(device, DType::bf16, {own_rows, 4}, rows_of(all, own, 4));
   for (const std::int64_t words : {8, 4096}) {
-    const Buffer workspace({}, DType::i32, {words});
-    const Buffer whole({}, DType::bf16, {90, 4});
+    const Buffer workspace(device, DType::i32, {words});
+    const Buffer whole(device, DType::bf16, {90, 4});
     gather_keys(ranks, shard.tensor(), whole.tensor(), shards,
                 {.workspace = workspace.tensor().data,
                  .workspace_bytes = static_cast<std::size_t>(words) * 4});
@@ -137,14 +140,14 @@ inline void check_workspaces(Communicator& ranks) {
   }
 }
 
-inline void check_traffic(Communicator& ranks) {
+inline void check_traffic(Communicator& ranks, Device device) {
   const Traffic before = ranks.traffic();
   const Shards shards = shard_rows(Ints{0, 41}, 41, ranks.size(), Sharding::zigzag);
   const auto own = static_cast<std::int64_t>(shards.rows[ranks.rank()].size());
-  const Buffer shard = floats({}, DType::bf16, {own, 6}, Values(own * 6, 1.0));
-  const Buffer whole({}, DType::bf16, {41, 6});
+  const Buffer shard = floats(device, DType::bf16, {own, 6}, Values(own * 6, 1.0));
+  const Buffer whole(device, DType::bf16, {41, 6});
   gather_keys(ranks, shard.tensor(), whole.tensor(), shards);
-  const Buffer gradients = floats({}, DType::f32, {41, 6}, Values(41 * 6, 1.0));
+  const Buffer gradients = floats(device, DType::f32, {41, 6}, Values(41 * 6, 1.0));
   scatter_key_grads(ranks, gradients.tensor(), shard.tensor(), shards);
   EXPECT_EQ(ranks.traffic().gathered - before.gathered, (41 - own) * 6 * 2);
   EXPECT_EQ(ranks.traffic().reduced - before.reduced, (41 - own) * 6 * 4);
@@ -169,21 +172,22 @@ inline std::vector<LayerCase> layer_cases() {
 
 /// The step of N ranks against that of one: what single rows get bit by bit, sums over rows within
 /// the error of fp32.
-inline void check_many_ranks_equal_one(Communicator& ranks) {
+inline void check_many_ranks_equal_one(Communicator& ranks, Device device) {
   for (const LayerCase& layer : layer_cases()) {
     const harness::Batch batch(layer.c, layer.offsets, layer.padded, {});
-    const harness::TrainingStep alone(layer.c, batch, {}, 1);
+    const harness::TrainingStep alone(layer.c, batch, {.device = device}, 1);
     alone.run({.threads = 1});
     for (const Sharding sharding : kShardings) {
       const ::testing::ScopedTrace trace(__FILE__, __LINE__,
                                          fmt::format("{}, {} rows, sharding {}", layer.c.name,
                                                      layer.c.rows, static_cast<int>(sharding)));
-      harness::RankStep rank(layer.c, batch, sharding, ranks, 1);
+      harness::RankStep rank(layer.c, batch, sharding, ranks, 1, device);
       const Execution execution{.threads = 1};
       rank.gather(execution);
       rank.compute(execution);
       rank.scatter(execution);
       rank.sum_parameters(execution);
+      ranks.wait(execution);
       const auto expected = harness::results_alone(alone);
       const auto actual = harness::results_of(rank);
       ASSERT_EQ(actual.size(), expected.size());
