@@ -7,16 +7,18 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-# cuBLAS measures what the device can do. Where the loader does not know it, torch's packages do.
-cublas() {
+# cuBLAS measures what the device can do, NCCL connects ranks. Where the loader does not know them,
+# torch's packages do.
+libraries() {
   python3 - <<'PYTHON' 2>/dev/null || true
 import importlib.util, pathlib
 for root in importlib.util.find_spec("nvidia").submodule_search_locations:
-    for library in pathlib.Path(root).glob("*/lib/libcublas.so.1[23]"):
-        print(library.parent)
+    for name in "libcublas.so.1[23]", "libnccl.so.2":
+        for library in pathlib.Path(root).glob(f"*/lib/{name}"):
+            print(library.parent)
 PYTHON
 }
-LD_LIBRARY_PATH=$PWD:$(cublas | paste -sd:):${LD_LIBRARY_PATH:-}
+LD_LIBRARY_PATH=$PWD:$(libraries | paste -sd:):${LD_LIBRARY_PATH:-}
 export LD_LIBRARY_PATH
 export WINNOW_LIBRARY=$PWD/libwinnow.so PYTHONPATH=$PWD/python
 

@@ -2,7 +2,7 @@
 // gather_keys and scatter_key_grads: collectives in the order of ranks, rows in global order.
 #include <cstddef>
 #include <cstdint>
-#include <optional>
+#include <memory>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -140,7 +140,8 @@ class Staging {
     } else {
       Execution without = execution;
       without.workspace = nullptr;
-      next_ = static_cast<std::byte*>(host_.emplace(without, bytes).execution().workspace);
+      host_ = std::make_unique<HostWorkspace>(without, bytes);
+      next_ = static_cast<std::byte*>(host_->execution().workspace);
     }
   }
   ~Staging() {
@@ -165,7 +166,7 @@ class Staging {
   Device device_;
   Execution execution_;
   void* owned_ = nullptr;
-  std::optional<HostWorkspace> host_;
+  std::unique_ptr<HostWorkspace> host_;
   std::byte* next_ = nullptr;
 };
 
