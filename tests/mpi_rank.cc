@@ -94,6 +94,7 @@ int main(int argc, char** argv) {
   using winnow::tests::make;
   const std::string early = winnow::tests::refusal_of([] { make(std::chrono::seconds(1)); });
   MPI_Init(&argc, &argv);
+  const auto survivor = make(std::chrono::seconds(20));  // MPI is not called for it after its end
   int result = RUN_ALL_TESTS();
   MPI_Finalize();
   const std::string late = winnow::tests::refusal_of([] { make(std::chrono::seconds(1)); });
