@@ -135,8 +135,10 @@ __device__ void compute_scores(const Params<T>& params, const CUtensorMap& q,
                                       __ballot_sync(0xffffffffu, keys[lane + 32] >= 0)};
       has_keys = has_keys || (valid[0] | valid[1]) != 0;
 
-      // One product after the other, which leaves registers for the gradient of q.
-      std::uint32_t p[16];  // exp(s - lse), two neighbours a word; 0 where there is no key
+      // One product after the other, which leaves registers for the gradient of q. Nothing is
+      // stored before both are done: until then the gradients of the block before may use P and dS.
+      std::uint32_t p[16];   // P, two neighbours a word
+      std::uint32_t ds[16];  // exp(s - lse), 0 where there is no key; then dS
       {
         float s[32];
         multiply_rows<T, kTiles>(s, shared.q, shared.kv);
@@ -147,13 +149,11 @@ __device__ void compute_scores(const Params<T>& params, const CUtensorMap& q,
           const float exponent = s[i] * params.scale_log2 - numbers[i / 2 % 2].lse_log2;
           s[i] = is_key ? exp2_fast(exponent) : 0.0f;
         }
-        shared.scores_free.wait(blocks - 1);
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           const float share = numbers[i % 2].share;
-          store_pair(shared.p, row + i % 2 * 8, i / 2,
-                     pack_pair<T>(s[2 * i] * share, s[2 * i + 1] * share));
-          p[i] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
+          p[i] = pack_pair<T>(s[2 * i] * share, s[2 * i + 1] * share);
+          ds[i] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
         }
       }
       {
@@ -162,14 +162,18 @@ __device__ void compute_scores(const Params<T>& params, const CUtensorMap& q,
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           const HeadNumbers& of_head = numbers[i % 2];
-          const float2 pair = unpack_pair<T>(p[i]);
+          const float2 pair = unpack_pair<T>(ds[i]);
           const float first = (of_head.share * dp[2 * i] + of_head.offset) * params.scale;
           const float second = (of_head.share * dp[2 * i + 1] + of_head.offset) * params.scale;
           // Whatever dP is where there is no key.
-          store_pair(
-              shared.ds, row + i % 2 * 8, i / 2,
-              pack_pair<T>(pair.x == 0 ? 0 : pair.x * first, pair.y == 0 ? 0 : pair.y * second));
+          ds[i] = pack_pair<T>(pair.x == 0 ? 0 : pair.x * first, pair.y == 0 ? 0 : pair.y * second);
         }
+      }
+      shared.scores_free.wait(blocks - 1);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        store_pair(shared.p, row + i % 2 * 8, i / 2, p[i]);
+        store_pair(shared.ds, row + i % 2 * 8, i / 2, ds[i]);
       }
       if (threadIdx.x == 0 && block + 1 == item.blocks) shared.has_keys[items % 2] = has_keys;
       fence_for_products();
