@@ -24,9 +24,10 @@ enum class Slots : std::int32_t {
 struct Case {
   std::string name;
 
-  std::int64_t tokens = 48;    // query rows
-  std::int64_t rows = 64;      // rows of the packed batch; fewer tokens: those of the last rows
-  std::int64_t documents = 3;  // more than one: uneven, one is empty, and rows follow the last
+  std::int64_t tokens = 48;     // query rows
+  std::int64_t rows = 64;       // rows of the packed batch; fewer tokens: those of the last rows
+  std::int64_t documents = 3;   // more than one: uneven, one is empty, and rows follow the last
+  bool even_documents = false;  // all of one length instead, up to the last row
   std::int64_t batch = 0;  // sparse_attention: slices of a leading dimension; 0: no such dimension
   std::int64_t heads = 4;
   std::int64_t qk_dim = 72;
@@ -50,6 +51,7 @@ struct Case {
   bool extreme_sinks = false;  // -inf, +inf and far above the scores
   bool extras = true;          // the optional max_logits and d_lse are there
   bool exact_scores = false;  // indexer inputs are small integers: sums are exact and ties are many
+  bool index_scores = true;   // index_topk returns scores too
   bool nan_keys = false;      // some index keys that rows may see hold NaN
   std::int64_t row_padding = 0;  // elements between the end of an innermost row and the next one
 

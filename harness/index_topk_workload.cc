@@ -103,7 +103,8 @@ IndexTopkWork::IndexTopkWork(const Case& c, const Placement& placement, std::uin
       end(buffers.query_ints({}, windows.end)),
       indices(buffers.query_output(DType::i32, {c.index_topk()})),
       lengths(buffers.query_output(DType::i32, {})),
-      scores(buffers.query_output(DType::f32, {c.index_topk()})),
+      scores(c.index_scores ? buffers.query_output(DType::f32, {c.index_topk()})
+                            : buffers.absent()),
       d_scores(buffers.query_input(
           DType::f32, {c.index_topk()},
           in_slots([counts = candidates(c, windows)](std::int64_t t,

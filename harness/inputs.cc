@@ -100,12 +100,14 @@ std::int32_t invalid_index(const Random& random, std::int64_t draw, std::int64_t
 
 Documents documents_of(const Case& c, std::uint64_t seed) {
   const Random random(seed, "documents");
-  const std::int64_t last = c.documents > 1 ? c.rows - c.rows / 16 : c.rows;
+  const bool uneven = c.documents > 1 && !c.even_documents;
+  const std::int64_t last = uneven ? c.rows - c.rows / 16 : c.rows;
   std::vector<std::int32_t> offsets{0};
   for (std::int64_t i = 1; i < c.documents; ++i)
-    offsets.push_back(static_cast<std::int32_t>(random.below(i, last + 1)));
+    offsets.push_back(
+        static_cast<std::int32_t>(uneven ? random.below(i, last + 1) : i * last / c.documents));
   std::sort(offsets.begin(), offsets.end());
-  if (c.documents >= 3) offsets[2] = offsets[1];  // an empty document
+  if (uneven && c.documents >= 3) offsets[2] = offsets[1];  // an empty document
   offsets.push_back(static_cast<std::int32_t>(last));
   if (!c.padded) return {offsets, {}};
 

@@ -57,6 +57,8 @@ struct Options {
   int repeats = 5;
   std::uint64_t seed = 1;
   bool deterministic = false;
+  bool even_documents = false;
+  bool without_scores = false;
   std::int64_t limit_mib = 0;  // 0: the default of Execution
   std::optional<std::int64_t> tokens, keys, documents, heads, qk_dim, v_dim, topk, index_heads,
       index_dim;
@@ -78,6 +80,8 @@ harness::Case with_sizes(harness::Case c, const Options& options) {
         fmt::format("--topk {}: must be more than {}, the window of {}", c.topk, c.window, c.name));
   c.scale = c.attention_scale();  // other dimensions may have no default
   c.slots = slots_word(options.slots);
+  c.even_documents = options.even_documents;
+  c.index_scores = !options.without_scores;
   return c;
 }
 
@@ -323,6 +327,10 @@ void add_bench(CLI::App& app, int&) {
 
   command->add_flag("--deterministic", options->deterministic,
                     "Backward calls give the same bits in every run.");
+  command->add_flag("--without-scores", options->without_scores,
+                    "index_topk returns indices and lengths alone.");
+  command->add_flag("--even-documents", options->even_documents,
+                    "The documents of --documents have one length.");
   command->add_option("--limit", options->limit_mib, "The workspace limit in MiB. Default: 256.")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20));
 
@@ -333,7 +341,8 @@ void add_bench(CLI::App& app, int&) {
   };
   size("--tokens", options->tokens, "Query rows. Default: at most the case's, as time allows.");
   size("--keys", options->keys, "Rows of the batch that are keys; pools come on top.");
-  size("--documents", options->documents, "Documents of uneven length in the batch; one is empty.");
+  size("--documents", options->documents,
+       "Documents in the batch, of uneven length; one is empty.");
   size("--heads", options->heads, "Of attention.");
   size("--qk-dim", options->qk_dim, "Channels of q and kv.");
   size("--v-dim", options->v_dim, "Channels of values.");
