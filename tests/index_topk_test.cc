@@ -272,6 +272,38 @@ TEST(IndexTopk, LengthsAndScoresAreOptional) {
   });
 }
 
+/// Extreme values in some rows of one tensor after another, with a slot for every key.
+void expect_the_same_without_scores(Backend backend, Indexer shape) {
+  shape.topk = shape.keys;
+  Indexer ix = filled(shape, 15);
+  if (ix.dtype == DType::f8_e4m3) ix.k_scale = Values(static_cast<std::size_t>(ix.keys), 0.5);
+  for (Values* const values : {&ix.q, &ix.k, &ix.weights, &ix.k_scale}) {
+    const Values unchanged = *values;
+    for (const double extreme : {kNaN, kInfinity, -kInfinity, 3e38, 1e30, -1e25, 0.0}) {
+      SCOPED_TRACE(fmt::format("{} among {} values", extreme, values->size()));
+      for (std::size_t i = 3; i < values->size(); i += 5 + values->size() / 3)
+        (*values)[i] = extreme;
+      const Selected expected = select(ix, on(backend));
+      IndexForwardWork work(ix, harness::device_of(backend), false);
+      work.args.scores = {};
+      index_topk_forward(work.args, on(backend));
+      EXPECT_EQ(work.indices.download_ints(), expected.indices);
+      EXPECT_EQ(work.lengths.download_ints(), expected.lengths);
+      expect_canaries_intact(work.indices, work.lengths);
+      *values = unchanged;
+    }
+  }
+}
+
+TEST(IndexTopk, SelectsTheSameWithoutScoresWhateverTheInputs) {
+  on_each_indexer(expect_the_same_without_scores);
+  on_each_backend([](Backend backend) {
+    expect_the_same_without_scores(
+        backend, {.tokens = 9, .keys = 300, .heads = 8, .dim = 128, .dtype = DType::f8_e4m3});
+    expect_the_same_without_scores(backend, {.keys = 300, .heads = 8, .dtype = DType::f16});
+  });
+}
+
 TEST(IndexTopk, ScoresAreCloseToTheFormula) {
   on_each_indexer([](Backend backend, const Indexer& shape) {
     const Indexer ix = filled(shape, 15);

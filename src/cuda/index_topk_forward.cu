@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// index_topk, forward: a plan, then chunk by chunk the scores of some rows and the selection from
-// them.
+// index_topk, forward: rows whose slots need no scores; a plan; then chunk by chunk the scores of
+// some rows and the selection from them.
 //
 // The scores of a chunk are the only large buffer; the workspace limit bounds it. How many rows fit
 // is known on the device alone, since it depends on the windows: so there are as many chunks as the
@@ -18,7 +18,7 @@ namespace {
 
 using namespace index_topk;
 
-constexpr int kPlanThreads = 1024;
+constexpr int kPlanThreads = 512;
 
 /// Sizes of the plan's arrays; they follow from the shapes.
 struct Sizes {
@@ -28,6 +28,8 @@ struct Sizes {
   std::int64_t chunk_tiles;
   std::int64_t chunks;
   std::int64_t scratch;
+  std::int64_t magnitudes;  // of keys
+  std::int64_t done;
 
   std::size_t image_bytes() const {
     return static_cast<std::size_t>((chunk_tiles + group_tiles) * tile_bytes);
@@ -35,6 +37,7 @@ struct Sizes {
   std::size_t workspace_bytes() const {
     return Workspace::bytes({(groups + 1) * sizeof(std::int64_t), groups * sizeof(std::int32_t),
                              (chunks + 1) * sizeof(std::int32_t), scratch * sizeof(float),
+                             magnitudes * sizeof(float), done * sizeof(std::uint8_t),
                              image_bytes()});
   }
 };
@@ -45,6 +48,8 @@ Sizes sizes_of(const IndexTopkForward& args, int rows_per_group, const Execution
   sizes.group_tiles = (args.k.shape[0] + kTileKeys - 1) / kTileKeys;
   sizes.tile_bytes = std::int64_t{rows_per_group} * kTileKeys * 4;
   sizes.scratch = select_scratch(args);
+  sizes.magnitudes = has_whole_windows(args) ? args.k.shape[0] : 0;
+  sizes.done = has_whole_windows(args) ? args.q.shape[0] : 0;
   const std::int64_t all_tiles = std::max<std::int64_t>(sizes.groups * sizes.group_tiles, 1);
   sizes.chunk_tiles = all_tiles;
   sizes.chunks = 1;
@@ -61,6 +66,7 @@ Sizes sizes_of(const IndexTopkForward& args, int rows_per_group, const Execution
 
 /// One block: groups, what they take, and which chunk they belong to.
 __global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan) {
+  wait_for_launch_before();
   using Scan = cub::BlockScan<std::int64_t, kPlanThreads>;
   __shared__ typename Scan::TempStorage scan;
   std::int64_t before = 0;
@@ -68,16 +74,15 @@ __global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan
     const std::int64_t group = base + threadIdx.x;
     int low = plan.keys;
     int high = 0;
-    if (group < plan.groups) {
-      for (int r = 0; r < plan.rows_per_group; ++r) {
-        const std::int64_t t = group * plan.rows_per_group + r;
-        if (t >= plan.tokens) break;
-        const int begin = plan.window_begin(t);
-        const int end = plan.window_end(t);
-        if (begin >= end) continue;
-        low = min(low, begin);
-        high = max(high, end);
-      }
+#pragma unroll
+    for (int r = 0; r < kMaxRowsPerGroup; ++r) {
+      const std::int64_t t = group * plan.rows_per_group + r;
+      if (r >= plan.rows_per_group || t >= plan.tokens || plan.is_done(t)) continue;
+      const int begin = plan.window_begin(t);
+      const int end = plan.window_end(t);
+      if (begin >= end) continue;
+      low = min(low, begin);
+      high = max(high, end);
     }
     const int first = low < high ? low / 4 * 4 : 0;
     std::int64_t tiles = low < high ? (std::int64_t{high} - first + kTileKeys - 1) / kTileKeys : 0;
@@ -110,13 +115,14 @@ __global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan
   }
 }
 
-using MakeScores = void (*)(const IndexTopkForward&, const Plan&, int, const Execution&);
+using MakeScores = ForChunk (*)(const IndexTopkForward&, const Plan&, const Execution&);
 
 void select_all(const IndexTopkForward& args, int rows_per_group, MakeScores make_scores,
                 const Execution& execution) {
   const Sizes sizes = sizes_of(args, rows_per_group, execution);
   const DeviceGuard guard(args.q.device);
   Workspace workspace(execution, sizes.workspace_bytes());
+  std::uint8_t* const done = sizes.done > 0 ? workspace.take<std::uint8_t>(sizes.done) : nullptr;
   const Plan plan{
       .first_tile = workspace.take<std::int64_t>(sizes.groups + 1),
       .first_key = workspace.take<std::int32_t>(sizes.groups),
@@ -124,6 +130,7 @@ void select_all(const IndexTopkForward& args, int rows_per_group, MakeScores mak
       .images = workspace.take<std::uint32_t>(static_cast<std::int64_t>(sizes.image_bytes() / 4)),
       .begin = data_of<const std::int32_t>(args.begin),
       .end = data_of<const std::int32_t>(args.end),
+      .done = done,
       .tokens = args.q.shape[0],
       .groups = sizes.groups,
       .chunk_tiles = sizes.chunk_tiles,
@@ -132,11 +139,21 @@ void select_all(const IndexTopkForward& args, int rows_per_group, MakeScores mak
       .rows_per_group = rows_per_group,
   };
   float* const scratch = workspace.take<float>(sizes.scratch);
-  launch(index_topk_plan_kernel, {.blocks = 1, .threads = kPlanThreads, .stream = execution.stream},
+  if (done != nullptr) {
+    float* const magnitudes = workspace.take<float>(sizes.magnitudes);
+    take_whole_windows(args, plan, magnitudes, done, execution);
+  }
+  launch(index_topk_plan_kernel,
+         {.blocks = 1,
+          .threads = kPlanThreads,
+          .stream = execution.stream,
+          .early = can_launch_early(args.q.device)},
          plan);
+  const ForChunk scores_of = make_scores(args, plan, execution);
+  const ForChunk select_from = select(args, plan, scratch, execution);
   for (int chunk = 0; chunk < plan.chunks; ++chunk) {
-    make_scores(args, plan, chunk, execution);
-    select(args, plan, chunk, scratch, execution);
+    scores_of(chunk);
+    select_from(chunk);
   }
 }
 

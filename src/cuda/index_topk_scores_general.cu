@@ -238,6 +238,7 @@ __global__ void __launch_bounds__(kThreads)
                              const __grid_constant__ Plan plan, int chunk) {
   extern __shared__ __align__(16) std::byte memory[];
   SharedStorage<T>& shared = *reinterpret_cast<SharedStorage<T>*>(memory);
+  wait_for_launch_before();
   for (Share share(plan, chunk, blockIdx.x, gridDim.x, threadIdx.x % 32); !share.empty();
        share.next_group()) {
     const std::int64_t width = plan.row_width(share.group());
@@ -290,7 +291,7 @@ __global__ void __launch_bounds__(kThreads)
 
 /// Calls `function(T{})` with the type of the elements.
 template <class Function>
-void with_type(DType dtype, Function function) {
+auto with_type(DType dtype, Function function) {
   switch (dtype) {
     case DType::bf16:
       return function(__nv_bfloat16{});
@@ -307,15 +308,17 @@ constexpr int kBlocksOfMultiprocessor = 4;
 
 }  // namespace
 
-void scores_general(const IndexTopkForward& args, const Plan& plan, int chunk,
-                    const Execution& execution) {
-  with_type(args.q.dtype, [&]<class T>(T) {
-    launch(index_topk_scores_kernel<T>,
-           {.blocks = device_properties(args.q.device).multiprocessors * kBlocksOfMultiprocessor,
-            .threads = kThreads,
-            .shared_bytes = sizeof(SharedStorage<T>),
-            .stream = execution.stream},
-           score_inputs(args), plan, chunk);
+ForChunk scores_general(const IndexTopkForward& args, const Plan& plan,
+                        const Execution& execution) {
+  return with_type(args.q.dtype, [&]<class T>(T) -> ForChunk {
+    const Launcher launch(
+        index_topk_scores_kernel<T>,
+        {.blocks = device_properties(args.q.device).multiprocessors * kBlocksOfMultiprocessor,
+         .threads = kThreads,
+         .shared_bytes = sizeof(SharedStorage<T>),
+         .stream = execution.stream,
+         .early = can_launch_early(args.q.device)});
+    return [=, inputs = score_inputs(args)](int chunk) { launch(inputs, plan, chunk); };
   });
 }
 

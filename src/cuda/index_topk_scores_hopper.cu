@@ -275,6 +275,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                              const __grid_constant__ Plan plan, int chunk) {
   extern __shared__ __align__(1024) std::byte memory[];
   SharedStorage<T>& shared = *reinterpret_cast<SharedStorage<T>*>(memory);
+  wait_for_launch_before();
   if (plan.first_tile[plan.first_group[chunk]] == plan.first_tile[plan.first_group[chunk + 1]])
     return;
   if (threadIdx.x == 0) {
@@ -301,37 +302,37 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <class T>
-void launch_for(const IndexTopkForward& args, const Plan& plan, int chunk,
-                const Execution& execution) {
+ForChunk launcher_for(const IndexTopkForward& args, const Plan& plan, const Execution& execution) {
   const auto heads = static_cast<int>(args.q.shape[1]);
   const std::uint32_t columns = kTileRowBytes / sizeof(T);
   const std::uint32_t padded_heads = heads <= 32 ? 32 : 64;
-  launch(heads == 32   ? index_topk_scores_kernel<T, 32, false>
-         : heads == 64 ? index_topk_scores_kernel<T, 64, false>
-         : heads < 32  ? index_topk_scores_kernel<T, 32, true>
-                       : index_topk_scores_kernel<T, 64, true>,
-         {.blocks = device_properties(args.q.device).multiprocessors,
-          .threads = kThreads,
-          .shared_bytes = sizeof(SharedStorage<T>),
-          .stream = execution.stream},
-         make_tensor_map(args.q, {kColumns / padded_heads, padded_heads, columns}),
-         make_tensor_map(args.k, {kTileKeys, columns}), score_inputs(args), plan, chunk);
+  const Launcher launch(heads == 32   ? index_topk_scores_kernel<T, 32, false>
+                        : heads == 64 ? index_topk_scores_kernel<T, 64, false>
+                        : heads < 32  ? index_topk_scores_kernel<T, 32, true>
+                                      : index_topk_scores_kernel<T, 64, true>,
+                        {.blocks = device_properties(args.q.device).multiprocessors,
+                         .threads = kThreads,
+                         .shared_bytes = sizeof(SharedStorage<T>),
+                         .stream = execution.stream,
+                         .early = can_launch_early(args.q.device)});
+  const CUtensorMap q = make_tensor_map(args.q, {kColumns / padded_heads, padded_heads, columns});
+  const CUtensorMap k = make_tensor_map(args.k, {kTileKeys, columns});
+  return [=, inputs = score_inputs(args)](int chunk) { launch(q, k, inputs, plan, chunk); };
 }
 
 }  // namespace
 
 int rows_per_group_hopper(const IndexTopkForward& args) { return args.q.shape[1] <= 32 ? 8 : 4; }
 
-void scores_hopper(const IndexTopkForward& args, const Plan& plan, int chunk,
-                   const Execution& execution) {
-  if (args.k.shape[0] == 0) return;
+ForChunk scores_hopper(const IndexTopkForward& args, const Plan& plan, const Execution& execution) {
+  if (args.k.shape[0] == 0) return [](int) {};
   switch (args.q.dtype) {
     case DType::bf16:
-      return launch_for<__nv_bfloat16>(args, plan, chunk, execution);
+      return launcher_for<__nv_bfloat16>(args, plan, execution);
     case DType::f16:
-      return launch_for<__half>(args, plan, chunk, execution);
+      return launcher_for<__half>(args, plan, execution);
     default:
-      return launch_for<__nv_fp8_e4m3>(args, plan, chunk, execution);
+      return launcher_for<__nv_fp8_e4m3>(args, plan, execution);
   }
 }
 

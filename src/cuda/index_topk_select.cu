@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The selection of index_topk: exact, from one pass over a row's scores.
 //
-// A thread block takes a row. What is selected depends on the scores alone, not on the order in
-// which threads come: a bound splits a row's keys, and equal scores at the bound go by key.
+// What is selected depends on the scores alone, not on the order in which threads come: a bound
+// splits a row's keys, and equal scores at the bound go by key.
+//   whole rows  have a slot for each of their keys. A warp takes one.
+//   Others take a thread block each:
 //   short rows  have all their scores in registers.
 //   long rows   keep candidates in shared memory. Keys spread over the row say which score is
 //   likely
@@ -26,14 +28,14 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kBlocksAtOnce = 4;  // with the usual topk
 constexpr int kBinBits = 10;
 constexpr int kBins = 1 << kBinBits;
-constexpr int kBlockKeys = kThreads * 4;  // that a block reads at a time
+constexpr int kBlockKeys = kThreads * 4;  // of which each thread has four neighbours
 constexpr int kHeld = 4;                  // blocks of keys that fit into registers
 constexpr int kShortKeys = kHeld * kBlockKeys;
-constexpr int kStages = 4;  // blocks of a long row that are on their way to shared memory
-constexpr int kRoom = 2 * kBlockKeys;     // for candidates beside topk of them
+constexpr int kAtOnce = 2;                // blocks of a long row that are looked at together
+constexpr int kRoom = 3 * kBlockKeys;     // for candidates beside topk of them
 constexpr std::uint32_t kFew = kThreads;  // that are compared each with all
 constexpr int kMaxKept = 16384;           // the most topk with candidates in shared memory
-constexpr int kMapKeys = 1 << 17;         // keys whose bits are in shared memory at a time
+constexpr int kMapKeys = 1 << 16;         // keys whose bits are in shared memory at a time
 constexpr int kMapWords = kMapKeys / 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -63,10 +65,7 @@ struct Range {
 };
 
 struct SharedStorage {
-  union {
-    uint4 ring[kStages][kThreads];  // of a long row's scores
-    std::uint32_t map[kMapWords];   // a bit for each key, when all scores have been seen
-  };
+  std::uint32_t map[kMapWords];  // a bit for each key, when all scores have been seen
   std::uint32_t bins[kBins];
   std::uint32_t warp_sums[kWarps];
   std::uint32_t count;  // of candidates
@@ -230,6 +229,13 @@ __device__ Bound find_bound(SharedStorage& shared, std::uint32_t wanted, Each ea
   return {range.low, 0};
 }
 
+__device__ void spread(uint4 four, std::uint32_t (&words)[4]) {
+  words[0] = four.x;
+  words[1] = four.y;
+  words[2] = four.z;
+  words[3] = four.w;
+}
+
 struct Row {
   const std::uint32_t* images;  // of key `first` and behind
   int first;                    // a multiple of 4
@@ -249,11 +255,38 @@ struct Row {
     if (!sees(i + 3)) four.w = 0;
     return four;
   }
-  __device__ uint4 four(std::uint32_t i) const {
-    if (i >= count()) return uint4{};
-    return in_window(*reinterpret_cast<const uint4*>(images + i), i);
+  /// Fours from the places that `place(b)` gives. All loads are on their way before the first is
+  /// used.
+  template <int kCount, class Place>
+  __device__ void load(uint4 (&fours)[kCount], Place place) const {
+#pragma unroll
+    for (int b = 0; b < kCount; ++b) {
+      const std::uint32_t i = place(b);
+      fours[b] = i < count() ? __ldcs(reinterpret_cast<const uint4*>(images + i)) : uint4{};
+    }
+#pragma unroll
+    for (int b = 0; b < kCount; ++b) fours[b] = in_window(fours[b], place(b));
   }
 };
+
+/// values[first], ..., values[count - 1] = value, by a number of threads, in fours where they are
+/// aligned.
+template <class T>
+__device__ void fill(T* values, int first, int count, T value, int thread, int threads) {
+  constexpr int kFour = 4;
+  struct alignas(kFour * sizeof(T)) Four {
+    T of[kFour];
+  };
+  const auto address = reinterpret_cast<std::uintptr_t>(values + first) / sizeof(T);
+  const int head = min(static_cast<int>((kFour - address % kFour) % kFour), count - first);
+  for (int i = first + thread; i < first + head; i += threads) values[i] = value;
+  first += head;
+  const int behind_fours = first + (count - first) / kFour * kFour;
+  for (int i = first + thread * kFour; i < behind_fours; i += threads * kFour) {
+    *reinterpret_cast<Four*>(values + i) = {value, value, value, value};
+  }
+  for (int i = behind_fours + thread; i < count; i += threads) values[i] = value;
+}
 
 struct Slots {
   std::int32_t* indices;
@@ -264,26 +297,43 @@ struct Slots {
     indices[slot] = key;
     if (scores != nullptr) scores[slot] = score_of(image);
   }
-  __device__ void clear_from(int slot) const {
-    for (slot += static_cast<int>(threadIdx.x); slot < topk; slot += kThreads) {
-      indices[slot] = -1;
-      if (scores != nullptr) scores[slot] = -INFINITY;
-    }
+  /// By all threads of a block, or of a warp.
+  __device__ void clear_from(int slot, int thread, int threads) const {
+    fill(indices, slot, topk, -1, thread, threads);
+    if (scores != nullptr) fill(scores, slot, topk, -INFINITY, thread, threads);
   }
 };
+
+/// What can be selected of a row that has a slot for each of its keys, by a warp; returns how many.
+__device__ int select_whole(const Row& row, const Slots& slots) {
+  constexpr int kLoads = 4;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int written = 0;
+  for (int base = row.begin; base < row.end; base += kLoads * 32) {
+    std::uint32_t images[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int key = base + i * 32 + lane;
+      images[i] = key < row.end ? row.images[key - row.first] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const unsigned lanes = __ballot_sync(kAllLanes, images[i] != 0);
+      const int slot = written + __popc(lanes & ((1u << lane) - 1));
+      if (images[i] != 0) slots.set(slot, base + i * 32 + lane, images[i]);
+      written += __popc(lanes);
+    }
+  }
+  return written;
+}
 
 /// Selects from a row of up to kShortKeys keys; returns how many.
 __device__ int select_short(SharedStorage& shared, const Row& row, const Slots& slots) {
   std::uint32_t images[kHeld][4];
+  uint4 fours[kHeld];
+  row.load(fours, [](int b) { return b * kBlockKeys + threadIdx.x * 4; });
 #pragma unroll
-  for (int b = 0; b < kHeld; ++b) {
-    const std::uint32_t i = b * kBlockKeys + threadIdx.x * 4;
-    const uint4 four = row.four(i);
-    images[b][0] = four.x;
-    images[b][1] = four.y;
-    images[b][2] = four.z;
-    images[b][3] = four.w;
-  }
+  for (int b = 0; b < kHeld; ++b) spread(fours[b], images[b]);
   const auto blocks = static_cast<int>((row.count() + kBlockKeys - 1) / kBlockKeys);
   const auto each = [&](auto use) {
 #pragma unroll
@@ -431,16 +481,13 @@ __device__ std::uint32_t likely_least(SharedStorage& shared, const Row& row, std
   // As many fours as a thread has registers for, at equal distances.
   std::uint32_t images[kHeld][4];
   const std::uint32_t fours = row.count() / 4;
-#pragma unroll
-  for (int b = 0; b < kHeld; ++b) {
+  uint4 sample[kHeld];
+  row.load(sample, [&](int b) {
     const std::uint64_t number = b * kThreads + threadIdx.x;
-    const uint4 four =
-        row.four(static_cast<std::uint32_t>(number * fours / (kHeld * kThreads)) * 4);
-    images[b][0] = four.x;
-    images[b][1] = four.y;
-    images[b][2] = four.z;
-    images[b][3] = four.w;
-  }
+    return static_cast<std::uint32_t>(number * fours / (kHeld * kThreads)) * 4;
+  });
+#pragma unroll
+  for (int b = 0; b < kHeld; ++b) spread(sample[b], images[b]);
   // Three standard deviations more than the part's share.
   const float share = static_cast<float>(topk) * kShortKeys / static_cast<float>(row.count());
   const auto wanted = static_cast<std::uint32_t>(share + 3 * sqrtf(share)) + 4;
@@ -455,34 +502,41 @@ __device__ std::uint32_t likely_least(SharedStorage& shared, const Row& row, std
   return max(bound.image, kLeastImage);
 }
 
+/// The sum over the lanes before this one, and of all.
+__device__ Prefix warp_prefix_sum(std::uint32_t value) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  std::uint32_t sum = value;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const std::uint32_t other = __shfl_up_sync(kAllLanes, sum, step);
+    if (lane >= step) sum += other;
+  }
+  return {sum - value, __shfl_sync(kAllLanes, sum, 31)};
+}
+
 /// Takes the row's keys that reach `least` and can be among the topk into shared memory; returns
 /// how many there are.
 __device__ std::uint32_t collect(SharedStorage& shared, const Row& row,
                                  const Candidates& candidates, std::uint32_t topk,
                                  std::uint32_t least) {
+  constexpr int kStep = kAtOnce * kBlockKeys;
   const std::uint32_t capacity = topk + kRoom;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::uint32_t own = threadIdx.x * 4;
-  // A thread reads what it has copied itself, so that nobody waits for others.
-  const auto copy = [&](std::uint32_t block) {
-    const std::uint32_t i = block * kBlockKeys + own;
-    if (i < row.count()) {
-      copy_16_bytes_async(&shared.ring[block % kStages][threadIdx.x], row.images + i);
-    }
-    commit_copies();
+  uint4 next[kAtOnce];
+  const auto load = [&](std::uint32_t first) {
+    row.load(next, [&](int b) { return first + b * kBlockKeys + own; });
   };
   __syncthreads();
   if (threadIdx.x == 0) shared.count = 0;
-  for (std::uint32_t block = 0; block < kStages - 1; ++block) copy(block);
+  load(0);
   __syncthreads();
   std::uint32_t most = 0;  // candidates that there can be
-  const std::uint32_t blocks = (row.count() + kBlockKeys - 1) / kBlockKeys;
-  for (std::uint32_t block = 0; block < blocks; ++block) {
-    if (capacity - most < kBlockKeys) {
+  for (std::uint32_t first = 0; first < row.count(); first += kStep) {
+    if (capacity - most < kStep) {
       __syncthreads();
       most = shared.count;
       __syncthreads();
-      if (capacity - most < kBlockKeys) {
+      if (capacity - most < kStep) {
         const Bound bound =
             find_bound<Kind::scores>(shared, topk, [&](auto use) { candidates.each(most, use); });
         drop(shared, candidates, most, bound);
@@ -490,35 +544,32 @@ __device__ std::uint32_t collect(SharedStorage& shared, const Row& row,
         least = bound.image + 1;  // keys behind these lose against them where they are equal
       }
     }
-    copy(block + kStages - 1);
-    wait_for_copies<kStages - 1>();
-    const std::uint32_t i = block * kBlockKeys + own;
-    uint4 four{};
-    if (i < row.count()) four = row.in_window(shared.ring[block % kStages][threadIdx.x], i);
-    const std::uint32_t images[4] = {four.x, four.y, four.z, four.w};
-    std::uint32_t of_warp = 0;
-    std::uint32_t before = 0;
+    std::uint32_t images[kAtOnce][4];
+    std::uint32_t reaching = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const unsigned lanes = __ballot_sync(kAllLanes, images[j] >= least);
-      of_warp += __popc(lanes);
-      before += __popc(lanes & ((1u << lane) - 1));
+    for (int b = 0; b < kAtOnce; ++b) {
+      spread(next[b], images[b]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) reaching += images[b][j] >= least ? 1 : 0;
     }
-    if (of_warp > 0) {
-      std::uint32_t to = 0;
-      if (lane == 0) to = atomicAdd(&shared.count, of_warp);
-      to = __shfl_sync(kAllLanes, to, 0) + before;
+    load(first + kStep);
+    most += kStep;
+    if (!__any_sync(kAllLanes, reaching > 0)) continue;
+    const Prefix prefix = warp_prefix_sum(reaching);
+    std::uint32_t to = 0;
+    if (threadIdx.x % 32 == 0) to = atomicAdd(&shared.count, prefix.all);
+    to = __shfl_sync(kAllLanes, to, 0) + prefix.before;
+#pragma unroll
+    for (int b = 0; b < kAtOnce; ++b) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (images[j] < least) continue;
-        candidates.images[to] = images[j];
-        candidates.places[to] = i + j;
+        if (images[b][j] < least) continue;
+        candidates.images[to] = images[b][j];
+        candidates.places[to] = first + b * kBlockKeys + own + j;
         ++to;
       }
     }
-    most += kBlockKeys;
   }
-  wait_for_copies<0>();
   __syncthreads();
   return shared.count;
 }
@@ -583,40 +634,88 @@ __device__ void sort_by_score(std::int32_t* keys, float* scores, int count) {
   __syncthreads();
 }
 
+/// The row's scores and window.
+__device__ Row row_of(const Plan& plan, int chunk, std::int64_t t) {
+  const std::int64_t group = t / plan.rows_per_group;
+  const int first = plan.first_key[group];
+  Row row{plan.images_of_group(group, chunk) + t % plan.rows_per_group * plan.row_width(group),
+          first, plan.window_begin(t), plan.window_end(t)};
+  if (row.end <= row.begin) row.end = row.begin = first;
+  // Nothing before the window is read, but for the rest of its four neighbours.
+  const int skipped = (row.begin - first) / 4 * 4;
+  row.images += skipped;
+  row.first += skipped;
+  return row;
+}
+
+__device__ Slots slots_of(const Outputs& outputs, std::int64_t t) {
+  float* const scores = outputs.scores != nullptr ? outputs.scores + t * outputs.scores_row
+                        : outputs.by_score
+                            ? outputs.scratch + blockIdx.x * std::int64_t{outputs.topk}
+                            : nullptr;
+  return {outputs.indices + t * outputs.indices_row, scores, outputs.topk};
+}
+
+/// The rows of the chunk that are left to do.
+struct Rows {
+  std::int64_t first;
+  std::int64_t behind;
+};
+
+__device__ bool is_whole(const Plan& plan, const Outputs& outputs, std::int64_t t) {
+  return !outputs.by_score && plan.window_end(t) - plan.window_begin(t) <= outputs.topk;
+}
+
+/// The rows that a warp can do, one after another.
+__device__ void select_whole_rows(const Plan& plan, int chunk, const Outputs& outputs, Rows rows) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t step = std::int64_t{gridDim.x} * kWarps;
+  for (std::int64_t t = rows.first + std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+       t < rows.behind; t += step) {
+    if (plan.is_done(t) || !is_whole(plan, outputs, t)) continue;
+    const Slots slots = slots_of(outputs, t);
+    const int written = select_whole(row_of(plan, chunk, t), slots);
+    slots.clear_from(written, lane, 32);
+    if (outputs.lengths != nullptr && lane == 0) outputs.lengths[t] = written;
+  }
+}
+
+__device__ void select_row(SharedStorage& shared, const Candidates& candidates, const Plan& plan,
+                           int chunk, const Outputs& outputs, std::int64_t t) {
+  const Row row = row_of(plan, chunk, t);
+  const Slots slots = slots_of(outputs, t);
+  const int written = row.count() <= kShortKeys  ? select_short(shared, row, slots)
+                      : outputs.topk <= kMaxKept ? select_long(shared, row, candidates, slots)
+                                                 : select_many(shared, row, slots);
+  slots.clear_from(written, static_cast<int>(threadIdx.x), kThreads);
+  if (outputs.by_score) sort_by_score(slots.indices, slots.scores, written);
+  if (outputs.lengths != nullptr && threadIdx.x == 0) outputs.lengths[t] = written;
+  __syncthreads();
+}
+
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     index_topk_select_kernel(const __grid_constant__ Plan plan, int chunk,
                              const __grid_constant__ Outputs outputs) {
   extern __shared__ __align__(16) std::byte memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   auto* const behind_shared = reinterpret_cast<std::uint32_t*>(memory + sizeof(SharedStorage));
-  const auto topk = static_cast<std::uint32_t>(outputs.topk);
-  const Candidates candidates{behind_shared, behind_shared + topk + kRoom};
+  const Candidates candidates{behind_shared, behind_shared + outputs.topk + kRoom};
 
-  const std::int64_t rows = plan.rows_per_group;
-  const std::int64_t behind = min(plan.first_group[chunk + 1] * rows, plan.tokens);
-  for (std::int64_t t = plan.first_group[chunk] * rows + blockIdx.x; t < behind; t += gridDim.x) {
-    const std::int64_t group = t / rows;
-    const int first = plan.first_key[group];
-    Row row{plan.images_of_group(group, chunk) + t % rows * plan.row_width(group), first,
-            plan.window_begin(t), plan.window_end(t)};
-    if (row.end <= row.begin) row.end = row.begin = first;
-    // Nothing before the window is read, but for the rest of its four neighbours.
-    const int skipped = (row.begin - first) / 4 * 4;
-    row.images += skipped;
-    row.first += skipped;
-
-    std::int32_t* const indices = outputs.indices + t * outputs.indices_row;
-    float* const scores = outputs.scores != nullptr ? outputs.scores + t * outputs.scores_row
-                          : outputs.by_score ? outputs.scratch + blockIdx.x * std::int64_t{topk}
-                                             : nullptr;
-    const Slots slots{indices, scores, outputs.topk};
-    const int written = row.count() <= kShortKeys ? select_short(shared, row, slots)
-                        : topk <= kMaxKept        ? select_long(shared, row, candidates, slots)
-                                                  : select_many(shared, row, slots);
-    slots.clear_from(written);
-    if (outputs.by_score) sort_by_score(indices, scores, written);
-    if (outputs.lengths != nullptr && threadIdx.x == 0) outputs.lengths[t] = written;
-    __syncthreads();
+  wait_for_launch_before();
+  const std::int64_t group_rows = plan.rows_per_group;
+  const Rows rows{plan.first_group[chunk] * group_rows,
+                  min(plan.first_group[chunk + 1] * group_rows, plan.tokens)};
+  select_whole_rows(plan, chunk, outputs, rows);
+  // The block takes every gridDim.x-th of the others. All of its warps look at the next 32.
+  const std::int64_t step = gridDim.x;
+  for (std::int64_t first = rows.first + blockIdx.x; first < rows.behind; first += 32 * step) {
+    const std::int64_t t = first + threadIdx.x % 32 * step;
+    unsigned own = __ballot_sync(
+        kAllLanes, t < rows.behind && !plan.is_done(t) && !is_whole(plan, outputs, t));
+    for (; own != 0; own &= own - 1) {
+      const int number = __ffs(static_cast<int>(own)) - 1;
+      select_row(shared, candidates, plan, chunk, outputs, first + number * step);
+    }
   }
 }
 
@@ -642,22 +741,23 @@ std::int64_t select_scratch(const IndexTopkForward& args) {
   return blocks_of(args) * args.indices.shape[1];
 }
 
-void select(const IndexTopkForward& args, const Plan& plan, int chunk, float* scratch,
-            const Execution& execution) {
-  launch(index_topk_select_kernel,
-         {.blocks = blocks_of(args),
-          .threads = kThreads,
-          .shared_bytes = shared_bytes(args.indices.shape[1]),
-          .stream = execution.stream},
-         plan, chunk,
-         Outputs{.indices = data_of<std::int32_t>(args.indices),
-                 .lengths = data_of<std::int32_t>(args.lengths),
-                 .scores = data_of<float>(args.scores),
-                 .scratch = scratch,
-                 .indices_row = args.indices.stride[0],
-                 .scores_row = args.scores ? args.scores.stride[0] : 0,
-                 .topk = static_cast<int>(args.indices.shape[1]),
-                 .by_score = args.order == SlotOrder::by_score});
+ForChunk select(const IndexTopkForward& args, const Plan& plan, float* scratch,
+                const Execution& execution) {
+  const Launcher launch(index_topk_select_kernel,
+                        {.blocks = blocks_of(args),
+                         .threads = kThreads,
+                         .shared_bytes = shared_bytes(args.indices.shape[1]),
+                         .stream = execution.stream,
+                         .early = can_launch_early(args.q.device)});
+  const Outputs outputs{.indices = data_of<std::int32_t>(args.indices),
+                        .lengths = data_of<std::int32_t>(args.lengths),
+                        .scores = data_of<float>(args.scores),
+                        .scratch = scratch,
+                        .indices_row = args.indices.stride[0],
+                        .scores_row = args.scores ? args.scores.stride[0] : 0,
+                        .topk = static_cast<int>(args.indices.shape[1]),
+                        .by_score = args.order == SlotOrder::by_score};
+  return [=](int chunk) { launch(plan, chunk, outputs); };
 }
 
 }  // namespace winnow::cuda::index_topk

@@ -74,6 +74,8 @@ const DeviceProperties& device_properties(Device device) {
   return machine().devices.at(static_cast<std::size_t>(device.index));
 }
 
+bool can_launch_early(Device device) { return device_properties(device).major >= 9; }
+
 void allow_all_shared_memory(const void* kernel, std::source_location where) {
   int device = 0;
   cuda_check(cudaGetDevice(&device), where);

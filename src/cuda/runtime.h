@@ -51,6 +51,8 @@ struct Machine {
 const Machine& machine();
 /// `device` is one of the machine's.
 const DeviceProperties& device_properties(Device device);
+/// Whether Launch::early means something.
+bool can_launch_early(Device device);
 
 /// A one-dimensional launch on the current device.
 struct Launch {
@@ -58,6 +60,8 @@ struct Launch {
   int threads = 0;
   std::size_t shared_bytes = 0;
   cudaStream_t stream = nullptr;
+  bool early =
+      false;  // may be set up before the launch before it has ended; see wait_for_launch_before
   std::source_location where = std::source_location::current();
 };
 
@@ -68,21 +72,53 @@ inline constexpr std::int64_t kMaxBlocks = (std::int64_t{1} << 31) - 1;
 /// number, so that two threads that launch the same kernel do not take it from each other.
 void allow_all_shared_memory(const void* kernel, std::source_location where);
 
-/// The kernel has no static shared memory if it asks for more than 48 KiB.
+/// A kernel that is ready to be launched any number of times. It has no static shared memory if it
+/// asks for more than 48 KiB.
+template <class... Parameters>
+class Launcher {
+ public:
+  Launcher(void (*kernel)(Parameters...), const Launch& how) : kernel_(kernel), how_(how) {
+    constexpr std::size_t kWithoutAsking = 48 * 1024;
+    if (how.blocks > 0 && how.shared_bytes > kWithoutAsking) {
+      allow_all_shared_memory(reinterpret_cast<const void*>(kernel), how.where);
+    }
+  }
+
+  template <class... Arguments>
+  void operator()(Arguments&&... arguments) const {
+    if (how_.blocks == 0) return;
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(how_.blocks));
+    config.blockDim = dim3(static_cast<unsigned>(how_.threads));
+    config.dynamicSmemBytes = how_.shared_bytes;
+    config.stream = how_.stream;
+    config.attrs = &early;
+    config.numAttrs = how_.early ? 1 : 0;
+    cuda_check(cudaLaunchKernelEx(&config, kernel_, Parameters(arguments)...), how_.where);
+  }
+
+ private:
+  void (*kernel_)(Parameters...);
+  Launch how_;
+};
+
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), const Launch& how, Arguments&&... arguments) {
-  constexpr std::size_t kWithoutAsking = 48 * 1024;
-  if (how.blocks == 0) return;
-  if (how.shared_bytes > kWithoutAsking) {
-    allow_all_shared_memory(reinterpret_cast<const void*>(kernel), how.where);
-  }
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(how.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(how.threads));
-  config.dynamicSmemBytes = how.shared_bytes;
-  config.stream = how.stream;
-  cuda_check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), how.where);
+  Launcher(kernel, how)(std::forward<Arguments>(arguments)...);
 }
+
+#ifdef __CUDACC__
+/// The first thing that every thread of an early launch does, however little it has to do: nothing
+/// that the launch before has written is there before.
+__device__ inline void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#endif
 
 /// Slices of the caller's workspace, or of memory taken and given back in the order of the stream.
 /// The device of the stream is current. Nothing waits, and a graph can capture all of it.

@@ -12,6 +12,7 @@
 namespace winnow::cuda::index_topk {
 
 inline constexpr int kTileKeys = 128;
+inline constexpr int kMaxRowsPerGroup = 8;
 
 struct Plan {
   std::int64_t* first_tile;   // [groups + 1]: tiles of the groups before
@@ -20,6 +21,7 @@ struct Plan {
   std::uint32_t* images;      // scores of one chunk, as `image_of` gives them
   const std::int32_t* begin;  // [tokens]
   const std::int32_t* end;    // [tokens]
+  const std::uint8_t* done;   // [tokens], or null: whether the row has its slots already
   std::int64_t tokens;
   std::int64_t groups;
   std::int64_t chunk_tiles;  // a group belongs to chunk first_tile / chunk_tiles
@@ -34,6 +36,7 @@ struct Plan {
   __device__ std::int64_t row_width(std::int64_t group) const {
     return (first_tile[group + 1] - first_tile[group]) * kTileKeys;
   }
+  __device__ bool is_done(std::int64_t t) const { return done != nullptr && done[t] != 0; }
   __device__ int window_begin(std::int64_t t) const { return begin[t] < 0 ? 0 : begin[t]; }
   __device__ int window_end(std::int64_t t) const { return end[t] > keys ? keys : end[t]; }
 };
