@@ -287,6 +287,10 @@ TEST(ThdBatch, BadShapesAreRefused) {
             "thd_shard: rows[1] 3: must be at most 2");
   EXPECT_EQ(refusal_of([&] { thd_shard(batch, 0, Ints{-1}); }),
             "thd_shard: rows[0] -1: must be at least 0");
+  ThdBatch without_labels = batch;
+  without_labels.labels.clear();
+  EXPECT_EQ(refusal_of([&] { thd_shard(without_labels, 0, Ints{0}); }),
+            "thd_shard: labels [0]: elements must be 3, as in rows * row_tokens");
 }
 
 }  // namespace

@@ -97,6 +97,16 @@ std::int32_t longest(const Offsets& offsets) {
   return most;
 }
 
+/// One element for every slot of all chunks.
+void check_slots(const Check& check, const ThdLayout& layout, const char* argument,
+                 std::size_t given) {
+  const auto slots = static_cast<std::size_t>(layout.chunks * layout.tokens);
+  if (given != slots) {
+    check.fail(argument, fmt::format("[{}]", given), refusal::dim_differs, "elements", slots,
+               "rows * row_tokens");
+  }
+}
+
 template <class T>
 std::vector<T> taken(const std::vector<T>& values, std::int64_t first,
                      std::span<const std::int32_t> rows) {
@@ -145,12 +155,7 @@ ThdLayout thd_layout(const PaddedDocuments& documents, std::int64_t chunks) {
 ThdBatch thd_batch(const PaddedBatch& batch, std::int64_t chunks) {
   ThdBatch result{thd_layout(batch.documents, chunks)};
   const auto flat = [&](const char* argument, std::span<const std::int64_t> values) {
-    const auto slots = static_cast<std::size_t>(result.layout.chunks * result.layout.tokens);
-    if (values.size() != slots) {
-      Check("thd_batch")
-          .fail(argument, fmt::format("[{}]", values.size()), refusal::dim_differs, "elements",
-                slots, "rows * row_tokens");
-    }
+    check_slots(Check("thd_batch"), result.layout, argument, values.size());
     return std::vector<std::int64_t>(values.begin(), values.end());
   };
   result.input_ids = flat("input_ids", batch.input_ids);
@@ -169,6 +174,10 @@ ThdShard thd_shard(const ThdBatch& batch, std::int64_t chunk, std::span<const st
     check.in_range(fmt::format("rows[{}]", outside - rows.begin()).c_str(), *outside, 0,
                    batch.layout.tokens - 1);
   }
+  check_slots(check, batch.layout, "input_ids", batch.input_ids.size());
+  check_slots(check, batch.layout, "labels", batch.labels.size());
+  check_slots(check, batch.layout, "position_ids", batch.position_ids.size());
+  check_slots(check, batch.layout, "padding_mask", batch.layout.padding_mask.size());
   const std::int64_t first = chunk * batch.layout.tokens;
   return {.query_rows = {rows.begin(), rows.end()},
           .input_ids = taken(batch.input_ids, first, rows),
