@@ -133,6 +133,16 @@ TEST_F(ParallelRefusals, OfTensors) {
             "gather_keys: shard bf16[]: must have 1 to 4 dimensions, [rows, ...]");
 }
 
+TEST(Parallel, ShapesBehindTheRankMeanNothing) {
+  const Shards all{{{0, 1}}};
+  const Buffer keys = floats({}, DType::f32, {2, 3}, normals(6, 1, "keys"));
+  const Buffer gathered({}, DType::f32, {2, 3});
+  Tensor whole = gathered.tensor();
+  whole.shape[2] = 7;
+  gather_keys(*harness::local_communicators(1)[0], keys.tensor(), whole, all);
+  EXPECT_TRUE(same_bits(gathered.download(), keys.download()));
+}
+
 TEST(Parallel, MakersRefuseWhatIsNoCommunicator) {
   EXPECT_NE(refusal_of([] { nccl_communicator(nullptr); }), "");
   EXPECT_NE(refusal_of([] { mpi_communicator(nullptr); }), "");
