@@ -64,12 +64,6 @@ std::vector<std::int32_t> offsets_of(const Options& options, std::int64_t tokens
   return offsets;
 }
 
-Sharding sharding_word(const std::string& word) {
-  if (word == "contiguous") return Sharding::contiguous;
-  if (word == "zigzag") return Sharding::zigzag;
-  throw std::invalid_argument(fmt::format("no sharding '{}': there are contiguous, zigzag", word));
-}
-
 PlanRequest request_of(const Options& options, std::int64_t tokens, int ranks) {
   if (!(options.bandwidth > 0) || std::isinf(options.bandwidth))
     throw std::invalid_argument(

@@ -18,6 +18,7 @@
 #include "tools/report_json.h"
 #include "tools/table.h"
 #include "tools/text.h"
+#include "tools/words.h"
 
 namespace winnow::tools {
 namespace {
@@ -53,10 +54,6 @@ struct Outcome {
     return sum > 0 ? most * static_cast<double>(ranks.size()) / sum : 1;
   }
 };
-
-const char* name(Sharding sharding) {
-  return sharding == Sharding::zigzag ? "zigzag" : "contiguous";
-}
 
 RankFigures run_step(harness::RankStep& rank, Device device, const Execution& execution) {
   RankFigures figures;

@@ -150,12 +150,6 @@ void print_json(const harness::Case& c, const Options& options, Backend backend,
   fmt::print("{}\n", all.dump(2));
 }
 
-Sharding sharding_word(const std::string& word) {
-  if (word == "contiguous") return Sharding::contiguous;
-  if (word == "zigzag") return Sharding::zigzag;
-  throw std::invalid_argument(fmt::format("--sharding {}: must be contiguous or zigzag", word));
-}
-
 int run_over_ranks(const Options& options) {
   harness::Case c = model_word(options.model);
   c.rows = c.tokens = options.rows > 0 ? options.rows : kRankRows;

@@ -23,10 +23,25 @@ constexpr std::array<std::pair<std::string_view, harness::Slots>, 3> kSlots{{
     {"shuffled", harness::Slots::shuffled},
     {"neighbours", harness::Slots::neighbours},
 }};
+constexpr std::array<std::pair<std::string_view, Sharding>, 2> kShardings{{
+    {"contiguous", Sharding::contiguous},
+    {"zigzag", Sharding::zigzag},
+}};
 
 [[noreturn]] void refuse(std::string_view what, const std::string& word,
                          const std::vector<std::string_view>& allowed) {
   throw std::invalid_argument(fmt::format("no {} '{}': there are {}", what, word, join(allowed)));
+}
+
+/// The value that `word` names in a table of words and values.
+template <class Words>
+auto value_of(std::string_view what, const std::string& word, const Words& words) {
+  std::vector<std::string_view> names;
+  for (const auto& [name, value] : words) {
+    if (name == word) return value;
+    names.push_back(name);
+  }
+  refuse(what, word, names);
 }
 
 }  // namespace
@@ -75,12 +90,15 @@ const harness::Case& model_word(const std::string& word) {
 }
 
 harness::Slots slots_word(const std::string& word) {
-  std::vector<std::string_view> names;
-  for (const auto& [name, slots] : kSlots) {
-    if (name == word) return slots;
-    names.push_back(name);
-  }
-  refuse("order of slots", word, names);
+  return value_of("order of slots", word, kSlots);
+}
+
+Sharding sharding_word(const std::string& word) { return value_of("sharding", word, kShardings); }
+
+std::string_view name(Sharding sharding) {
+  return std::find_if(kShardings.begin(), kShardings.end(),
+                      [&](const auto& each) { return each.second == sharding; })
+      ->first;
 }
 
 }  // namespace winnow::tools

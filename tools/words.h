@@ -9,6 +9,7 @@
 
 #include "harness/cases.h"
 #include "winnow/execution.h"
+#include "winnow/parallel.h"
 
 namespace winnow::tools {
 
@@ -21,6 +22,8 @@ std::vector<std::string_view> op_words(const std::string& word);
 /// A case with a model's own geometry.
 const harness::Case& model_word(const std::string& word);
 harness::Slots slots_word(const std::string& word);
+Sharding sharding_word(const std::string& word);
+std::string_view name(Sharding sharding);
 
 std::vector<std::string_view> backend_names();
 /// The cases with a model's own geometry.
