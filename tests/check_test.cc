@@ -172,5 +172,12 @@ TEST(Check, NoElementsNeedNoMemory) {
             "op: y f32[1, 1]: data must not be null");
 }
 
+// An expanded gradient of a rank without rows: torch's contiguous() leaves it as it is.
+TEST(Check, NoElementsNeedNoStrides) {
+  EXPECT_EQ(output_refusal(strided(made({0, 4}), {0, 0})), "");
+  EXPECT_EQ(output_refusal(strided(made({2, 4}), {4, 0})),
+            "op: y f32[2, 4]: the last stride must be 1");
+}
+
 }  // namespace
 }  // namespace winnow::tests

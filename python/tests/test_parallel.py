@@ -130,6 +130,29 @@ def test_ranks_compute_what_one_computes(ranks, name, sharding):
             assert_within(whole(results, part), expected[part].double(), GRAD_LIMIT[dtype])
 
 
+def _plain_sums(group: Any = "world") -> dict[str, torch.Tensor]:
+    """Losses whose gradients are one expanded number: on a rank without rows these have no
+    elements, and strides of 0."""
+    batch, group = BATCHES["fewer_rows_than_ranks"], dist.group.WORLD if group == "world" else group
+    packing = batch.packing(group=group)
+    leaves = _leaves(packing, batch.tokens, f32)
+    leaves.pop("d_out")
+    selection, out, lse, loss = _layer(packing, **leaves)
+    w_v = torch.ones(HEADS, 8, V_DIM)
+    scores = selection.scores.masked_fill(selection.indices < 0, 0)
+    (out.sum() + lse.sum() + loss.sum() + scores.sum()).backward()
+    winnow.value_projection(out.detach().requires_grad_(), w_v).sum().backward()
+    return {"rows": packing.rows} | {f"d_{name}": x.grad for name, x in leaves.items()}
+
+
+def test_ranks_without_rows_go_backward(ranks):
+    results, expected = ranks(_plain_sums), _plain_sums(None)
+    for part in ("d_q", "d_index_q", "d_weights"):
+        assert_equal(whole(results, part), expected[part])
+    for part in KEY_GRADIENTS:
+        assert_within(whole(results, part), expected[part].double(), GRAD_LIMIT[f32])
+
+
 def test_gathering_again_gives_the_same_bits(ranks):
     calls = [ranks(_train, BATCHES["padded"], bf16, "world", regather=x) for x in (False, True)]
     for kept, again in zip(*calls, strict=True):
@@ -308,6 +331,20 @@ def _properties() -> None:
         assert_equal(mine, packing.shard(all_rows))
 
 
+def _without_gradients() -> None:
+    packing = BATCHES["even"].packing(group=dist.group.WORLD)
+    leaves = _leaves(packing, BATCHES["even"].tokens, f32)
+    with torch.no_grad():
+        keys = winnow.gather_keys(leaves["kv"], packing)
+    q, indices = leaves["q"], torch.zeros(packing.tokens, 1, dtype=torch.int32)
+    winnow.sparse_attention(q, keys, indices, v_dim=V_DIM, scale=SCALE).out.sum().backward()
+    assert q.grad is not None and leaves["kv"].grad is None
+
+
+def test_keys_gathered_without_gradients_get_none(ranks):
+    ranks(_without_gradients)
+
+
 def test_properties(ranks):
     ranks(_properties)
 
@@ -441,6 +478,8 @@ def _refusals() -> None:
         winnow.Packing(offsets([4]), group=world, tokens=3)
     packing = winnow.Packing(offsets([12]), group=world, multiple=2)
     x = torch.zeros(packing.tokens, 8)
+    with pytest.raises(ValueError, match="Packing.pool_rows: ratio 1: must be at least 2"):
+        packing.pool_rows(1)
     with pytest.raises(ValueError, match="ratio 4: must divide multiple 2"):
         winnow.gather_keys(x, packing, ratio=4)
     with pytest.raises(TypeError, match="gather_keys: packing is a Tensor"):

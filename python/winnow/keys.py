@@ -94,9 +94,11 @@ def gather_keys(x: Array, packing: Packing, *, ratio: Ratios = 1, regather: bool
     x = tensor("gather_keys", "x", x)
     if not isinstance(packing, Packing):
         raise TypeError(f"gather_keys: packing is a {type(packing).__name__}: must be a Packing")
+    if not torch.is_grad_enabled():
+        x = x.detach()  # an operator called later, with gradients, must not find them here
     layout = packing.layout(ratio)
     if layout is not None:
-        gradient = "with" if torch.is_grad_enabled() and x.requires_grad else "without"
+        gradient = "with" if x.requires_grad else "without"
         width = "".join(f", {n}" for n in x.shape[1:])
         signature = f"x {x.dtype} [rows{width}] of ratio {ratio} {gradient} gradient"
         layout.ranks.agree_on_keys(x.device, signature, _mistake(x, layout))

@@ -115,6 +115,7 @@ class Packing:
 
         x[packing.pool_rows(4)] is [pools, 4, ...]: what a layer makes its pooled keys of.
         """
+        at_least("Packing.pool_rows", "ratio", ratio, 2)
         if self._shards is None:
             documents = Documents(self.cu_seqlens, self.cu_seqlens_padded)
             first_rows = documents.first_rows_of_pools(ratio)

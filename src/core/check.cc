@@ -114,9 +114,10 @@ void Check::check(const char* argument, const Tensor& tensor, Dims dims, DTypes 
     if (tensor.shape[i] < 0) refuse(refusal::negative_shape);
     if (tensor.stride[i] < 0) refuse(refusal::negative_stride);
   }
-  if (rank > 0 && tensor.shape[rank - 1] > 1 && tensor.stride[rank - 1] != 1)
-    refuse(refusal::inner_stride);
   const std::optional<std::int64_t> bytes = extent_bytes(tensor);
+  // Without elements strides mean nothing: torch calls such a tensor contiguous whatever they are.
+  if (rank > 0 && bytes != 0 && tensor.shape[rank - 1] > 1 && tensor.stride[rank - 1] != 1)
+    refuse(refusal::inner_stride);
   if (!bytes) refuse(refusal::too_large);
   if (*bytes > 0 && tensor.data == nullptr) refuse(refusal::null_data);
   const auto alignment = static_cast<std::uintptr_t>(element_bytes(tensor.dtype));
