@@ -144,6 +144,10 @@ class TestSlice:
         embeddings = torch.randn(6, 4)
         assert_equal(self.sliced(input_ids=embeddings)["input_ids"], embeddings[2:4])
 
+    def test_embeddings_cannot_tell_padding(self):
+        with pytest.raises(ValueError, match="chunk without padding_mask: must be given"):
+            self.sliced(input_ids=torch.randn(6, 4), padding_mask=None)
+
     def test_without_a_mask_the_tokens_at_the_end_tell(self):
         ids = torch.tensor([5, 6, 7, 0, 0, 0])
         assert self.sliced(0, input_ids=ids, padding_mask=None)["padding_mask"].tolist() == [

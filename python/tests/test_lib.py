@@ -241,7 +241,7 @@ class TestHostFunctions:
             (([0, 5], 4, 2, "zigzag"), r"cu_seqlens\[1\] 5: must be at most 4, as tokens"),
             (([0, 2**31], 4, 2, "zigzag"), "cu_seqlens: signed integer is greater than maximum"),
             (([0.5], 4, 2, "zigzag"), "cu_seqlens: .*float"),
-            (([0], 2**31, 2, "zigzag"), "tokens, ranks, multiple: signed integer is greater"),
+            (([0], 2**31, 2, "zigzag"), "tokens 2147483648: signed integer is greater"),
             (([0], -1, 2, "zigzag"), "tokens -1: must be at least 0"),
             (([0], 4, 2**31 - 1, "zigzag"), "ranks 2147483647: must be at most"),
             (([0], 4, -1, "zigzag"), "ranks -1: must be at least 1"),
@@ -259,7 +259,7 @@ class TestHostFunctions:
             (([3], [3, 3], 1, 3), r"seq_lens_padded \[2\]: must be \[1\]"),
             (([3], [3], 0, 3), "rows 0: must be at least 1"),
             (([3], [3], -1, 3), "rows -1: must be at least 1"),
-            (([3], [3], 1, 3, 2**63), "rows, row_tokens, fill, chunks: "),
+            (([3], [3], 1, 3, 2**63), "fill 9223372036854775808: "),
             (([3], [3], 1, 3, -1000, 0), "chunks 0: must be at least 1"),
         ],
     )

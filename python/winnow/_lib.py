@@ -381,6 +381,12 @@ def _integers(owner: str, name: str, letter: str, values: Iterable[int]) -> arra
         raise ValueError(f"{owner}: {name}: {error}") from None
 
 
+def _check_sizes(owner: str, letter: str, **sizes: int) -> None:
+    """Those that the C type cannot hold are refused by name."""
+    for name, size in sizes.items():
+        _integers(owner, f"{name} {size}", letter, (size,))
+
+
 def _address(numbers: array) -> ctypes.c_void_p:
     return ctypes.c_void_p(numbers.buffer_info()[0])
 
@@ -396,7 +402,7 @@ def shard_rows(
         counts: how many of them each rank has; a tensor of all rows is cut by split(counts).
     """
     name = "shard_rows"
-    _integers(name, "tokens, ranks, multiple", "i", (tokens, ranks, multiple))
+    _check_sizes(name, "i", tokens=tokens, ranks=ranks, multiple=multiple)
     offsets = _integers(name, "cu_seqlens", "i", cu_seqlens)
     rows, counts = array("i", [0]) * tokens, (ctypes.c_int64 * max(ranks, 0))()
     _check(
@@ -434,7 +440,7 @@ def thd_layout(
     """Where the documents of a padded batch stand once it is flat: winnow::thd_layout."""
     name = "thd_batch"
     sizes = (rows, row_tokens, fill, chunks)
-    _integers(name, "rows, row_tokens, fill, chunks", "q", sizes)
+    _check_sizes(name, "q", rows=rows, row_tokens=row_tokens, fill=fill, chunks=chunks)
     real = _integers(name, "seq_lens", "q", seq_lens)
     padded = _integers(name, "seq_lens_padded", "q", seq_lens_padded)
     if len(padded) != len(real):

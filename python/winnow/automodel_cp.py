@@ -110,6 +110,11 @@ def _slice_thd_chunk_for_cp(
 
 def _padding_of_tokens(input_ids: Tensor, padding_token_id: int) -> Tensor:
     """Where only token values tell padding: right if it stands at the end, and nowhere else."""
+    if input_ids.is_floating_point():
+        raise ValueError(
+            "_slice_thd_chunk_for_cp: chunk without padding_mask: must be given where input_ids are"
+            " embeddings"
+        )
     padding = input_ids == padding_token_id
     if (padding[:-1] & ~padding[1:]).any():
         raise ValueError(
