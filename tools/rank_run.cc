@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdio>
 #include <stdexcept>
 #include <thread>
@@ -33,6 +34,8 @@ struct RankFigures {
   double compute = 0;
   double scatter = 0;
 };
+// A job in which a rank hangs has ended after half a minute, with the time that MPI_Abort takes.
+constexpr std::chrono::seconds kTimeout{20};
 constexpr std::size_t kFigures = sizeof(RankFigures) / sizeof(double);
 
 struct Outcome {
@@ -181,7 +184,7 @@ int run(const MpiJob& job, const RankRun& request) {
     }
   }
   const Device device = harness::device_of(request.backend);
-  const auto communicator = mpi_communicator(job.world());
+  const auto communicator = mpi_communicator(job.world(), kTimeout);
   harness::RankStep rank(request.c, batch, request.sharding, *communicator, request.seed, device);
   // The ranks of this machine share its cores.
   const auto cores = static_cast<int>(std::thread::hardware_concurrency());

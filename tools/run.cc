@@ -4,7 +4,6 @@
 #include <bit>
 #include <cstdio>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
