@@ -252,6 +252,7 @@ def _pools(batch: Batch, sharding: str, group: Any = "world") -> dict[str, torch
         selection, q, keys, lse, scale=QK_DIM**-0.5, key_offset=batch.tokens, reduction="sum"
     )
     (out.square().sum() + loss).backward()
+    assert packing.pool_rows(ratio) is packing.pool_rows(ratio)  # no layer waits for it again
     layout = packing.layout(ratio)
     results = {"rows": packing.rows, "out": out, "chosen": chosen.indices, "pooled": pools}
     results["pools"] = torch.arange(len(pools)) if layout is None else layout.own

@@ -80,8 +80,9 @@ def gather_keys(x: Array, packing: Packing, *, ratio: Ratios = 1, regather: bool
     """Begins to gather the keys of all ranks, and returns at once.
 
     Whatever does not need them, such as the query side of a layer, runs beside the gather until an
-    operator is given the Keys. All ranks of the packing's group call it, in the same order. Without
-    a group, or with one rank, nothing is copied and `whole` is `local`.
+    operator is given the Keys. Up to then x is being read: do not write to it. All ranks of the
+    packing's group call it, in the same order. Without a group, or with one rank, nothing is copied
+    and `whole` is `local`.
 
     Args:
         x: [rows of this rank, ...], in the order of packing.rows: keys, or their scales.

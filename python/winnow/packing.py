@@ -64,6 +64,7 @@ class Packing:
         self.padding_rows = padding_rows
         self._backend = backend or "automatic"
         self._shards: Shards | None = None
+        self._pool_rows: dict[int, Tensor] = {}
         if group is not None:
             self._shards = self._split(group, tokens, sharding, multiple)
         if self._shards is not None:
@@ -113,19 +114,15 @@ class Packing:
     def pool_rows(self, ratio: int) -> Tensor:
         """[pools, ratio]: of every pool of this rank its rows, as places in tensors of this rank.
 
-        x[packing.pool_rows(4)] is [pools, 4, ...]: what a layer makes its pooled keys of.
+        x[packing.pool_rows(4)] is [pools, 4, ...]: what a layer makes its pooled keys of. Made at
+        the first call, which waits for a GPU that has the offsets.
         """
         at_least("Packing.pool_rows", "ratio", ratio, 2)
-        if self._shards is None:
-            documents = Documents(self.cu_seqlens, self.cu_seqlens_padded)
-            first_rows = documents.first_rows_of_pools(ratio)
-        else:
-            own = self._shards.layout(ratio).own.cpu()
-            rows = self._shards.rows[self._shards.ranks.rank]
-            first_rows = self._shards.documents.first_rows_of_pools(ratio)[own]
-            # The rows of a pool lie together wherever they are, and `rows` ascends.
-            first_rows = torch.searchsorted(rows, first_rows.int())
-        return (first_rows[:, None] + torch.arange(ratio)).to(self.cu_seqlens.device)
+        if ratio not in self._pool_rows:
+            first_rows = self._first_rows_of_pools(ratio)
+            rows = first_rows[:, None] + torch.arange(ratio)
+            self._pool_rows[ratio] = rows.to(self.cu_seqlens.device)
+        return self._pool_rows[ratio]
 
     def windows(self, ratio: int = 1) -> Windows:
         """The keys that every row may see; made at the first call.
@@ -163,6 +160,17 @@ class Packing:
             )
         shards = Shards(ranks, documents, tokens, sharding, multiple)
         return shards if ranks.size > 1 else None
+
+    def _first_rows_of_pools(self, ratio: int) -> Tensor:
+        """[pools of this rank], on the host, as places in tensors of this rank."""
+        if self._shards is None:
+            documents = Documents(self.cu_seqlens, self.cu_seqlens_padded)
+            return documents.first_rows_of_pools(ratio)
+        own = self._shards.layout(ratio).own.cpu()
+        rows = self._shards.rows[self._shards.ranks.rank]
+        first_rows = self._shards.documents.first_rows_of_pools(ratio)[own]
+        # The rows of a pool lie together wherever they are, and `rows` ascends.
+        return torch.searchsorted(rows, first_rows.int())
 
     def _rows(self) -> int:
         if self.query_rows is not None:
