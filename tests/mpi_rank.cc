@@ -62,6 +62,16 @@ TEST_F(Mpi, LargeRowsArriveWhole) {
   EXPECT_EQ(sum.download(), expected);  // 0 of either sign
 }
 
+TEST_F(Mpi, CudaTensorsGoThroughHostMemory) {
+  if (const std::string reason = why_not(Backend::cuda); !reason.empty()) GTEST_SKIP() << reason;
+  const Device device{DeviceKind::cuda, 0};  // of all ranks
+  check_gathered_rows_stand_in_global_order(*ranks_, device);
+  check_gradients_are_sums_over_ranks(*ranks_, device);
+  check_gradients_are_rounded_once(*ranks_, device);
+  check_workspaces(*ranks_, device);
+  check_many_ranks_equal_one(*ranks_, device);
+}
+
 TEST_F(Mpi, ArgumentsAreRefusedByName) {
   const std::vector<std::int64_t> rows(static_cast<std::size_t>(ranks_->size()), 2);
   const Buffer shard({}, DType::bf16, {2, 4});
