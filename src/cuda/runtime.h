@@ -60,8 +60,8 @@ struct Launch {
   int threads = 0;
   std::size_t shared_bytes = 0;
   cudaStream_t stream = nullptr;
-  bool early =
-      false;  // may be set up before the launch before it has ended; see wait_for_launch_before
+  /// May be set up before the launch before it has ended; see wait_for_launch_before.
+  bool early = false;
   std::source_location where = std::source_location::current();
 };
 
