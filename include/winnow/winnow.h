@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // All of winnow.
 //
-// For every argument struct there is the op itself, and by overload
-//   workspace_bytes(args, execution)   what the call takes; pass that much in Execution, or let the
-//   call take it why_not(args, execution)           empty if the call can run as asked, else a
-//   sentence that says why not
+// For every argument struct there is the op itself, and two questions about it by overload.
+//
+// workspace_bytes(args, execution): the memory that the call takes. Pass that much in Execution, or
+// let the call take it.
+//
+// why_not(args, execution): empty if the call can run as asked, else a sentence that says why not.
+//
 // All three throw Error(invalid_argument) for a call that is not legal anywhere.
 #pragma once
 
