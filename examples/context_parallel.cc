@@ -78,6 +78,10 @@ void run() {
                                      .d_kv = all_sums});
   winnow::scatter_key_grads(*ranks, all_sums, tensor(d_kv.data(), DType::f32, {own, kDim}), shards);
 
+  if (own == 0) {  // few rows over many ranks
+    std::printf("rank %d of %d: no rows\n", ranks->rank(), ranks->size());
+    return;
+  }
   std::int64_t seen = 0;
   for (std::int64_t t = 0; t < own; ++t) seen += end[t] - begin[t];
   std::printf("rank %d of %d: %d rows see %d keys; d_kv of row %d begins with %.6f\n",
