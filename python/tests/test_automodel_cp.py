@@ -6,6 +6,8 @@ Functions whose names begin with an underscore run in the ranks.
 
 import contextlib
 import inspect
+import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from winnow import automodel
 
 FILL = -1000
+MAKE_BATCH = "make_glm_dsa_packed_cp_batch_and_ctx"
 HEADS, LATENT, ROPE, HEAD_DIM, INDEX_HEADS, INDEX_DIM, TOPK = 2, 16, 8, 8, 2, 8, 5
 
 
@@ -243,7 +246,7 @@ class TestBatch:
             (
                 padded_batch([[3, 2], [5, FILL]], [[4, 2], [5, FILL]], 6),
                 {},
-                r"sum of seq_lens_padded\[1\] 5: must be 6",
+                rf"^{MAKE_BATCH}: sum of seq_lens_padded\[1\] 5: must be 6",
             ),
             (
                 padded_batch([[3, 2], [6, FILL]], [[2, 4], [6, FILL]], 6),
@@ -263,8 +266,9 @@ class TestBatch:
             (
                 padded_batch([[2]] * 3, [[2]] * 3, 2),
                 {"num_chunks": 2},
-                "rows 3: must be a multiple",
+                f"^{MAKE_BATCH}: num_chunks 2: must divide the 3 rows of input_ids",
             ),
+            (GOLDEN, {"num_chunks": 5}, "num_chunks 5: must divide the 2 rows of input_ids"),
             (GOLDEN, {"size": 5}, "total_tokens 12: must be divisible by cp_size 5"),
             (GOLDEN | {"labels": torch.zeros(2, 5)}, {}, r"labels \[2, 5\]: must be \[2, 6\]"),
             (GOLDEN | {"seq_lens_padded": torch.zeros(2, 1)}, {}, r"\[2, 1\]: must be \[2, 2\]"),
@@ -276,6 +280,12 @@ class TestBatch:
     def test_bad_batches_are_refused(self, batch, options, message):
         with pytest.raises(ValueError, match=message):
             made(batch, **options)
+
+    def test_no_mesh_is_refused(self):
+        group = dist.ProcessGroup(0, 1)
+        text = f"{MAKE_BATCH}: cp_mesh is a ProcessGroup: must be a torch.distributed.DeviceMesh"
+        with pytest.raises(TypeError, match=text):
+            automodel.make_glm_dsa_packed_cp_batch_and_ctx(group, None, GOLDEN)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +365,56 @@ def test_parts_of_different_shapes_are_refused_on_every_rank(tmp_path):
     with Ranks(2, str(tmp_path / "store")) as two:
         two.start(_uneven_gather)
         for failure in two.results():
-            assert failure.startswith("ValueError") and "[2, 3]" in failure and "[3, 3]" in failure
+            assert failure.startswith("ValueError: glm_dsa_cp_all_gather: ranks differ: rank 0: ")
+            assert "gather_keys" not in failure.splitlines()[0]
+            assert "[2, 3]" in failure and "[3, 3]" in failure
+
+
+def _gather_without_rank_1(stage: str) -> str:
+    local = torch.zeros(2, 3, requires_grad=True)
+    if stage == "backward":
+        total = automodel.glm_dsa_cp_all_gather(local, 0, dist.group.WORLD).sum()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if stage == "backward":
+            total.backward()
+        else:
+            automodel.glm_dsa_cp_all_gather(local, 0, dist.group.WORLD)
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("a collective without rank 1 has ended")
+
+
+@pytest.mark.parametrize(
+    ("stage", "what"),
+    [
+        ("forward", "tensor torch.float32 [2, 3]"),
+        ("backward", "the sum of gradients torch.float32"),
+    ],
+)
+def test_a_lost_rank_is_told_by_the_name_of_the_function(tmp_path, stage, what):
+    with Ranks(2, str(tmp_path / "store"), timeout=5) as two:
+        two.start(_gather_without_rank_1, stage)
+        (text,) = two.results((0,), patience=30)
+    assert text.startswith(f"glm_dsa_cp_all_gather: the comparison of arguments ({what}")
+    assert "failed on rank 0 of 2: " in text and "gather_keys" not in text
+
+
+def _gather_from_outside() -> str:
+    group = dist.new_group([0])
+    x = torch.zeros(2, 3)
+    try:
+        return "the same" if automodel.glm_dsa_cp_all_gather(x, 0, group) is x else "another"
+    except TypeError as error:
+        return str(error)
+
+
+def test_a_process_outside_of_the_group_is_refused(tmp_path):
+    with Ranks(2, str(tmp_path / "store")) as two:
+        member, outsider = two(_gather_from_outside)
+    assert member == "the same"
+    assert outsider.startswith("glm_dsa_cp_all_gather: cp_group is -100, what torch.distributed ")
 
 
 # A training step of GLM's layer as Automodel writes it.

@@ -48,7 +48,21 @@ def test_arrays_of_other_libraries():
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "cu_seqlens has dtype int64"),
+        (
+            {"cu_seqlens": torch.tensor([0, 3])},
+            ValueError,
+            "Packing: cu_seqlens has dtype int64: must be int32$",
+        ),
+        (
+            {"cu_seqlens_padded": torch.tensor([0, 3, 5])},
+            ValueError,
+            "Packing: cu_seqlens_padded has dtype int64: must be int32$",
+        ),
+        (
+            {"query_rows": torch.tensor([0.0])},
+            ValueError,
+            "Packing: query_rows has dtype float32: must be int32$",
+        ),
         ({"cu_seqlens": torch.tensor([1, 3]).int()}, ValueError, r"cu_seqlens\[0\] 1: must be 0"),
         ({"cu_seqlens": torch.tensor([0, 3, 2]).int()}, ValueError, r"cu_seqlens\[2\] 2"),
         ({"cu_seqlens": torch.tensor([0, -3]).int()}, ValueError, r"cu_seqlens\[1\] -3"),
@@ -60,6 +74,8 @@ def test_arrays_of_other_libraries():
         ({"query_rows": torch.tensor([0, 1]).int(), "tokens": 3}, ValueError, "begin i32"),
         ({"padding_rows": "none"}, ValueError, "padding_rows 'none': must be one of empty"),
         ({"tokens": -1}, ValueError, "Packing: tokens -1: must be at least 0"),
+        ({"sharding": "striped"}, ValueError, "Packing: sharding 'striped': must be one of cont"),
+        ({"multiple": 0}, ValueError, "Packing: multiple 0: must be at least 1"),
         ({"backend": "gpu"}, ValueError, "backend 'gpu': must be one of automatic"),
     ],
 )

@@ -332,6 +332,21 @@ def _properties() -> None:
         assert_equal(mine, packing.shard(all_rows))
 
 
+def _ratios_in_a_list() -> None:
+    packing = winnow.Packing(offsets([12]), group=dist.group.WORLD, multiple=2)
+    rows = packing.rows
+    x = torch.cat([rows, rows[packing.pool_rows(2)][:, 0] + 100])
+    # The same to ranks that give a list and ranks that give a tuple.
+    ratio = [1, 2] if dist.get_rank() else (1, 2)
+    expected = [*range(12), *range(100, 112, 2)]
+    assert winnow.gather_keys(x, packing, ratio=ratio).whole.tolist() == expected
+    assert_equal(packing.shard(torch.tensor(expected).int(), ratio), x)
+
+
+def test_ratios_in_a_list(two_ranks):
+    two_ranks(_ratios_in_a_list)
+
+
 def _without_gradients() -> None:
     packing = BATCHES["even"].packing(group=dist.group.WORLD)
     leaves = _leaves(packing, BATCHES["even"].tokens, f32)
@@ -415,13 +430,33 @@ KEYS = (0, 8, f32, False)
     [
         ("offsets", offsets([5, 7]), offsets([5, 8]), ("tokens 12, 2 documents", "tokens 13")),
         ("offsets", offsets([4, 8]), offsets([5, 7]), ("(offsets with sum",)),
+        (
+            "offsets",
+            torch.tensor([0, 12]),
+            offsets([12]),
+            ("rank 1: Packing: cu_seqlens has dtype int64: must be int32",),
+        ),
+        (
+            "packing",
+            {"query_rows": offsets([])},
+            {},
+            ("rank 1: Packing: query_rows and group: only one of them can be given",),
+        ),
         ("packing", {"sharding": "contiguous"}, {}, ("sharding 'contiguous'", "sharding 'zigzag'")),
         ("packing", {"multiple": 4}, {}, ("multiple 4", "multiple 1")),
         ("packing", {"tokens": 14}, {}, ("tokens 14", "tokens 12")),
         ("packing", {"padding_rows": "see_document"}, {}, ("'see_document'", "'empty'")),
         ("keys", (0, 16, f32, False), KEYS, ("[rows, 16]", "[rows, 8]")),
         ("keys", (0, 8, bf16, False), KEYS, ("torch.bfloat16", "torch.float32")),
-        ("keys", (1, 8, f32, False), KEYS, ("rows instead of",)),
+        (
+            "keys",
+            (1, 8, f32, False),
+            KEYS,
+            (
+                "rank 1: gather_keys: x [7, 8]: must have 6 rows, those of this rank (packing.shard"
+                " takes them from a whole tensor)",
+            ),
+        ),
         ("keys", (0, 8, f32, True), KEYS, ("with gradient", "without gradient")),
     ],
 )
@@ -465,11 +500,17 @@ def _refusals() -> None:
     world = dist.group.WORLD
     with pytest.raises(ValueError, match="query_rows and group: only one"):
         winnow.Packing(offsets([4]), query_rows=torch.zeros(2).int(), group=world)
-    with pytest.raises(TypeError, match="group is a int: must be a torch.distributed.ProcessGroup"):
-        winnow.Packing(offsets([4]), group=-100)
+    with pytest.raises(ValueError, match="^Packing: cu_seqlens has dtype int64: must be int32$"):
+        winnow.Packing(torch.tensor([0, 4]), group=world)
+    other = 1 - dist.get_rank()
+    others = [dist.new_group([rank]) for rank in range(2)][other]
+    with pytest.raises(TypeError, match="^Packing: group is -100, what torch.distributed gives a "):
+        winnow.Packing(offsets([4]), group=others)
+    with pytest.raises(TypeError, match="^Packing: group is a str: must be a torch.distributed.Pr"):
+        winnow.Packing(offsets([4]), group="world")
     with pytest.raises(ValueError, match="sharding 'striped': must be one of contiguous, zigzag"):
         winnow.Packing(offsets([4]), group=world, sharding="striped")
-    with pytest.raises(ValueError, match="shard_rows: multiple 0"):
+    with pytest.raises(ValueError, match="Packing: multiple 0: must be at least 1"):
         winnow.Packing(offsets([4]), group=world, multiple=0)
     with pytest.raises(ValueError, match=r"key_windows: cu_seqlens\[1\] -3"):
         winnow.Packing(torch.tensor([0, -3]).int(), group=world)
@@ -483,6 +524,8 @@ def _refusals() -> None:
         packing.pool_rows(1)
     with pytest.raises(ValueError, match="ratio 4: must divide multiple 2"):
         winnow.gather_keys(x, packing, ratio=4)
+    with pytest.raises(ValueError, match=r"^gather_keys: x \[12, 8\]: must have 6 rows, those of"):
+        winnow.gather_keys(torch.zeros(12, 8), packing)
     with pytest.raises(TypeError, match="gather_keys: packing is a Tensor"):
         winnow.gather_keys(x, offsets([12]))
     with pytest.raises(ValueError, match=r"Packing.shard: x \[11, 8\]: must have 12 rows"):
@@ -499,6 +542,27 @@ def test_what_is_wrong_is_named(two_ranks):
 
 
 TIMEOUT = 5.0
+
+
+def _killed_before_the_sum() -> str:
+    packing = BATCHES["even"].packing(group=dist.group.WORLD)
+    x = torch.ones(packing.tokens, 8, requires_grad=True)
+    total = winnow.gather_keys(x, packing).whole.sum()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        total.backward()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("a sum without rank 1 has ended")
+
+
+def test_a_rank_lost_before_the_sum_is_told_as_that(tmp_path):
+    with Ranks(2, str(tmp_path / "store"), TIMEOUT) as ranks:
+        ranks.start(_killed_before_the_sum)
+        (text,) = ranks.results((0,), patience=30)
+    what = "the comparison of arguments (the sum of gradients torch.float32 [48, 8])"
+    assert text.startswith(f"gather_keys: {what} failed on rank 0 of 2: ")
 
 
 def _with_a_lost_rank(stage: str, how: str) -> tuple[str, float]:

@@ -283,7 +283,8 @@ _EXECUTION_STRUCT = struct.Struct(
     "".join(field.letter for field in _EXECUTION_LAYOUT.fields) + "0P"
 )
 _WORKSPACE_LIMIT = 256 << 20
-_SHARDING = _NumberField("sharding", "i", 0, ("contiguous", "zigzag"))
+SHARDINGS = ("contiguous", "zigzag")
+_SHARDING = _NumberField("sharding", "i", 0, SHARDINGS)
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )

@@ -18,17 +18,20 @@ from torch import Tensor
 from winnow import _lib
 from winnow._arguments import at_least
 from winnow.keys import Keys
-from winnow.parallel import Layout, Ranks
+from winnow.parallel import Layout, Ranks, check_group
 
 _TOKENS = ("input_ids", "labels", "position_ids")  # [rows, tokens]
 _LENGTHS = ("seq_lens", "seq_lens_padded")  # [rows, documents]
+_MAKE_BATCH = "make_glm_dsa_packed_cp_batch_and_ctx"
 
 
 def glm_dsa_cp_enabled(cp_group) -> bool:
     """Whether the group is one of several ranks."""
-    if cp_group is None or not dist.is_available() or not dist.is_initialized():
-        return False
-    return dist.get_world_size(cp_group) > 1
+    return _is_distributed(cp_group) and dist.get_world_size(cp_group) > 1
+
+
+def _is_distributed(cp_group) -> bool:
+    return cp_group is not None and dist.is_available() and dist.is_initialized()
 
 
 def glm_dsa_cp_all_gather(tensor: Tensor, dim: int, cp_group) -> Tensor:
@@ -36,13 +39,15 @@ def glm_dsa_cp_all_gather(tensor: Tensor, dim: int, cp_group) -> Tensor:
 
     Differentiable: the gradients of all ranks are summed in fp32 and rounded once.
     """
+    if _is_distributed(cp_group):
+        check_group("glm_dsa_cp_all_gather", "cp_group", cp_group)
     if not glm_dsa_cp_enabled(cp_group):
         return tensor
     part = tensor.movedim(dim, 0)
     layout = _even_layout(cp_group, len(part), part.device)
     gradient = "with" if torch.is_grad_enabled() and tensor.requires_grad else "without"
     signature = f"tensor {tensor.dtype} {list(tensor.shape)}, dim {dim}, {gradient} gradient"
-    layout.ranks.agree_on_keys(part.device, signature, "")
+    layout.ranks.agree_on_keys(layout.function, part.device, signature, "")
     return Keys(part, layout).whole.movedim(0, dim)
 
 
@@ -51,7 +56,8 @@ def _even_layout(cp_group, rows: int, device: torch.device) -> Layout:
     """Every rank has as many rows as this one."""
     ranks = Ranks(cp_group)
     begins = range(0, rows * ranks.size, rows) if rows else [0] * ranks.size
-    return Layout(ranks, [torch.arange(begin, begin + rows) for begin in begins], device)
+    parts = [torch.arange(begin, begin + rows) for begin in begins]
+    return Layout(ranks, parts, device, "glm_dsa_cp_all_gather")
 
 
 def _contiguous_cp_indices(
@@ -136,7 +142,8 @@ def make_glm_dsa_packed_cp_batch_and_ctx(
     """A padded batch as this rank's part of a flat one, and a context that does nothing.
 
     Args:
-        cp_mesh: with get_group() and size(), the ranks that share the batch.
+        cp_mesh: a DeviceMesh of one dimension, or what has its get_group() and size(): the ranks
+            that share the batch.
         tp_mesh: not used, as in Automodel.
         batch: input_ids, labels and position_ids [rows, tokens], seq_lens and seq_lens_padded
             [rows, documents]; the padded lengths of a row sum to its tokens.
@@ -151,11 +158,16 @@ def make_glm_dsa_packed_cp_batch_and_ctx(
         contextlib.nullcontext, the class itself, and the batch; its keys are those of
         _slice_thd_chunk_for_cp.
     """
+    if not all(callable(getattr(cp_mesh, name, None)) for name in ("get_group", "size")):
+        raise TypeError(
+            f"{_MAKE_BATCH}: cp_mesh is a {type(cp_mesh).__name__}: must be a"
+            " torch.distributed.DeviceMesh, or have its get_group() and size()"
+        )
     group, size = cp_mesh.get_group(), cp_mesh.size()
     rank = dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
     shards = [
         _slice_thd_chunk_for_cp(chunk, group, size, rank, padding_token_id)
-        for chunk in _thd_chunks(batch, max(num_chunks, 1), seq_lens_padding_value)
+        for chunk in _thd_chunks(batch, num_chunks, seq_lens_padding_value)
     ]
     if num_chunks <= 1:
         return contextlib.nullcontext, shards[0]
@@ -166,12 +178,20 @@ def make_glm_dsa_packed_cp_batch_and_ctx(
     return contextlib.nullcontext, stacked
 
 
-def _thd_chunks(batch, chunks: int, fill: int) -> list[dict[str, Tensor]]:
+def _thd_chunks(batch, num_chunks: int, fill: int) -> list[dict[str, Tensor]]:
     """The flat batches that a padded one consists of, on the device of its ids."""
     _check_shapes(batch)
     ids, lengths = batch["input_ids"], (batch[key].flatten() for key in _LENGTHS)
     rows, row_tokens = ids.shape[:2]
-    layout = _lib.thd_layout(*(x.tolist() for x in lengths), rows, row_tokens, fill, chunks)
+    chunks = max(num_chunks, 1)
+    if rows % chunks:
+        raise ValueError(
+            f"{_MAKE_BATCH}: num_chunks {num_chunks}: must divide the {rows} rows of input_ids"
+        )
+    try:
+        layout = _lib.thd_layout(*(x.tolist() for x in lengths), rows, row_tokens, fill, chunks)
+    except ValueError as error:  # it names the library's function
+        raise ValueError(f"{_MAKE_BATCH}: {str(error).removeprefix('thd_batch: ')}") from None
 
     def from_host(numbers: array | bytearray, dtype: torch.dtype) -> Tensor:
         return torch.frombuffer(numbers, dtype=dtype).view(chunks, -1).to(ids.device)
@@ -190,17 +210,16 @@ def _thd_chunks(batch, chunks: int, fill: int) -> list[dict[str, Tensor]]:
 
 
 def _check_shapes(batch) -> None:
-    name = "make_glm_dsa_packed_cp_batch_and_ctx"
     if missing := [key for key in (*_TOKENS, *_LENGTHS) if batch.get(key) is None]:
-        raise ValueError(f"{name}: batch without {', '.join(missing)}: must be given")
+        raise ValueError(f"{_MAKE_BATCH}: batch without {', '.join(missing)}: must be given")
     ids = list(batch["input_ids"].shape)
     if len(ids) < 2 or 0 in ids:
-        raise ValueError(f"{name}: input_ids {ids}: must be [rows, tokens], none of them 0")
+        raise ValueError(f"{_MAKE_BATCH}: input_ids {ids}: must be [rows, tokens], none of them 0")
     documents = batch["seq_lens"].shape[-1:]
     shapes = dict.fromkeys(_TOKENS[1:], ids[:2]) | dict.fromkeys(_LENGTHS, [ids[0], *documents])
     for key, shape in shapes.items():
         if list(batch[key].shape) != shape:
-            raise ValueError(f"{name}: {key} {list(batch[key].shape)}: must be {shape}")
+            raise ValueError(f"{_MAKE_BATCH}: {key} {list(batch[key].shape)}: must be {shape}")
 
 
 def dsv4_cp_local_seq_multiple(model_or_config) -> int:

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from winnow._arguments import Array, tensor
 from winnow.packing import Packing
 from winnow.parallel import Layout
-from winnow.shards import Ratios
+from winnow.shards import Ratios, ratios_of
 
 
 class Gathering(NamedTuple):
@@ -101,16 +101,21 @@ def gather_keys(x: Array, packing: Packing, *, ratio: Ratios = 1, regather: bool
     if layout is not None:
         gradient = "with" if x.requires_grad else "without"
         width = "".join(f", {n}" for n in x.shape[1:])
-        signature = f"x {x.dtype} [rows{width}] of ratio {ratio} {gradient} gradient"
-        layout.ranks.agree_on_keys(x.device, signature, _mistake(x, layout))
+        ratios = " and ".join(map(str, ratios_of(ratio)))
+        signature = f"x {x.dtype} [rows{width}] of ratio {ratios} {gradient} gradient"
+        layout.ranks.agree_on_keys(layout.function, x.device, signature, _mistake(x, layout))
     return Keys(x, layout, regather)
 
 
 def _mistake(x: Tensor, layout: Layout) -> str:
     """What is wrong with the keys of this rank, whatever others have."""
     if x.device != layout.device:
-        return f"on {x.device} instead of {layout.device}, as cu_seqlens"
+        return f"x on {x.device}: must be on {layout.device}, as cu_seqlens"
     if x.device.type not in layout.ranks.backends:
-        return f"on {x.device} instead of {', '.join(layout.ranks.backends)}, as the group"
-    rows = len(x) if x.dim() else "no"
-    return "" if rows == len(layout.own) else f"{rows} rows instead of {len(layout.own)}"
+        return f"x on {x.device}: must be on {' or '.join(layout.ranks.backends)}, as the group"
+    if not x.dim() or len(x) != len(layout.own):
+        return (
+            f"x {list(x.shape)}: must have {len(layout.own)} rows, those of this rank"
+            " (packing.shard takes them from a whole tensor)"
+        )
+    return ""

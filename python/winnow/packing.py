@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from winnow._arguments import Array, at_least, optional_tensor, tensor
-from winnow.parallel import Layout, Ranks
-from winnow.shards import Documents, Ratios, Shards
+from winnow.parallel import Layout, Ranks, check_group
+from winnow.shards import Documents, Ratios, Shards, check_sharding
 
 
 class Windows(NamedTuple):
@@ -67,6 +67,10 @@ class Packing:
         self._pool_rows: dict[int, Tensor] = {}
         if group is not None:
             self._shards = self._split(group, tokens, sharding, multiple)
+        elif mistake := self._wrong_dtype():
+            raise ValueError(f"Packing: {mistake}")
+        else:
+            check_sharding(sharding, multiple)
         if self._shards is not None:
             self.query_rows = self._shards.layout(1).own.int()
             tokens = self.query_rows.numel()
@@ -138,21 +142,27 @@ class Packing:
         """What keys are gathered by; None where this rank has all of them."""
         return None if self._shards is None else self._shards.layout(ratio)
 
+    def _wrong_dtype(self) -> str:
+        """Which argument has one, as a sentence; empty if none has."""
+        for name in ("cu_seqlens", "cu_seqlens_padded", "query_rows"):
+            x = getattr(self, name)
+            if x is not None and x.dtype != torch.int32:
+                return f"{name} has dtype {str(x.dtype).removeprefix('torch.')}: must be int32"
+        return ""
+
     def _split(self, group: Any, tokens: int | None, sharding: str, multiple: int) -> Shards | None:
         """None for a group of one rank, which has all rows."""
-        if self.query_rows is not None:
-            raise ValueError("Packing: query_rows and group: only one of them can be given")
-        if not isinstance(group, torch.distributed.ProcessGroup):
-            raise TypeError(
-                f"Packing: group is a {type(group).__name__}: must be a"
-                " torch.distributed.ProcessGroup that this process belongs to"
-            )
+        check_group("Packing", "group", group)
         ranks = Ranks(group)
+        if mistake := self._wrong_dtype():
+            ranks.refuse("Packing", mistake)
+        if self.query_rows is not None:
+            ranks.refuse("Packing", "query_rows and group: only one of them can be given")
         documents = Documents(self.cu_seqlens, self.cu_seqlens_padded)
         if tokens is None:
             tokens = documents.end
         if ranks.size > 1:
-            # Before anything is refused: what one rank refuses, others must not wait for.
+            # Before the rest is refused: what one rank refuses, others must not wait for.
             ranks.agree(
                 "Packing",
                 f"tokens {tokens}, {documents}, padding_rows {self.padding_rows!r},"

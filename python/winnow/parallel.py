@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,19 @@ _SIGNATURE_BYTES = 256
 # The later names are those of torch 2.13, which deprecates the earlier ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def check_group(function: str, name: str, group: Any) -> None:
+    """TypeError for what is no process group, or none of this process."""
+    if isinstance(group, dist.ProcessGroup):
+        return
+    given = f"is a {type(group).__name__}"
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        given = f"is {group}, what torch.distributed gives a process that is no rank of the group"
+    raise TypeError(
+        f"{function}: {name} {given}: must be a torch.distributed.ProcessGroup that this process"
+        " belongs to"
+    )
 
 
 class Ranks:
@@ -35,7 +48,7 @@ class Ranks:
         text = f"{function}: {signature}".encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
         mine = torch.tensor(list(text), dtype=torch.uint8, device=device)
         texts = mine.new_empty(self.size * _SIGNATURE_BYTES)
-        with self.failures_of(f"{function}: the comparison of arguments"):
+        with self.failures_of(f"{function}: the comparison of arguments ({signature})"):
             _all_gather(texts, mine, group=self.group)
             texts = texts.view(self.size, -1).tolist()
         said: dict[str, list[int]] = {}
@@ -45,17 +58,25 @@ class Ranks:
             each = "; ".join(f"{_name_ranks(ranks)} {text}" for text, ranks in said.items())
             raise ValueError(f"{function}: ranks differ: {each}")
 
-    def agree_on_keys(self, device: torch.device, signature: str, mistake: str) -> None:
+    def refuse(self, function: str, mistake: str) -> NoReturn:
+        """ValueError for a mistake of this rank, told to the others where they call agree."""
+        if self.size > 1:
+            self.agree(function, mistake)
+        raise ValueError(f"{function}: {mistake}")
+
+    def agree_on_keys(
+        self, function: str, device: torch.device, signature: str, mistake: str
+    ) -> None:
         """agree, every time over Gloo; over others, where it would make the host wait for the
         device in every layer, once for each signature.
 
         A mistake of this rank alone is told to those who compare.
         """
         if self.backends.get(device.type) == "gloo" or signature not in self._agreed:
-            self.agree("gather_keys", signature + (mistake and f", but {mistake}"))
-            self._agreed.add(signature)
+            self.agree(function, mistake or signature)
         if mistake:
-            raise ValueError(f"gather_keys: {signature}, but {mistake}")
+            raise ValueError(f"{function}: {mistake}")
+        self._agreed.add(signature)
 
     @contextmanager
     def failures_of(self, what: str) -> Iterator[None]:
@@ -80,9 +101,16 @@ class Layout:
     and only there.
     """
 
-    def __init__(self, ranks: Ranks, rows: list[Tensor], device: torch.device) -> None:
-        """`rows`: those of every rank, on the host; together they are 0 .. size - 1."""
-        self.ranks, self.device = ranks, device
+    def __init__(
+        self,
+        ranks: Ranks,
+        rows: list[Tensor],
+        device: torch.device,
+        function: str = "gather_keys",
+    ) -> None:
+        """`rows`: those of every rank, on the host; together they are 0 .. size - 1. `function`:
+        what gathers by this layout, for errors."""
+        self.ranks, self.device, self.function = ranks, device, function
         self.own = rows[ranks.rank].to(device)
         self.size = sum(map(len, rows))
         self._longest = max(map(len, rows))
@@ -107,12 +135,12 @@ class Layout:
         """This rank's rows of the sum of all ranks' whole tensors, in their dtype."""
         ranks = self.ranks
         if ranks.backends[whole.device.type] == "gloo":
-            ranks.agree("gather_keys", f"the sum of gradients {whole.dtype} {list(whole.shape)}")
+            ranks.agree(self.function, f"the sum of gradients {whole.dtype} {list(whole.shape)}")
         if self._to_buffer is not None:
             whole = whole.index_select(0, self._to_buffer)
         part = whole.new_empty((self._longest, *whole.shape[1:]))
         if part.numel():
-            with ranks.failures_of("gather_keys: the sum of gradients over ranks"):
+            with ranks.failures_of(f"{self.function}: the sum of gradients over ranks"):
                 _reduce_scatter(part, whole.contiguous(), group=ranks.group)
         return part[: len(self.own)]
 
@@ -133,14 +161,14 @@ class Gather:
         self._buffer = part.new_empty((layout._longest * ranks.size, *part.shape[1:]))
         self._work = None
         if self._buffer.numel():
-            with ranks.failures_of("gather_keys: the gather of keys"):
+            with ranks.failures_of(f"{layout.function}: the gather of keys"):
                 self._work = _all_gather(self._buffer, self._part, group=ranks.group, async_op=True)
 
     def wait(self) -> Tensor:
         """All rows in their order. Over NCCL the current stream waits, not the host."""
         layout = self._layout
         if self._work is not None:
-            with layout.ranks.failures_of("gather_keys: the gather of keys"):
+            with layout.ranks.failures_of(f"{layout.function}: the gather of keys"):
                 self._work.wait()
         whole = self._buffer
         if layout._to_whole is not None:

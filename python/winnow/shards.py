@@ -2,14 +2,26 @@
 """Which rows, and which pools of rows, of a packed batch every rank holds."""
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from winnow import _lib
+from winnow._arguments import at_least, one_of
 from winnow.parallel import Layout, Ranks
 
-Ratios = int | tuple[int, ...]
+Ratios = int | Sequence[int]
+
+
+def ratios_of(ratio: Ratios) -> tuple[int, ...]:
+    return tuple(ratio) if isinstance(ratio, Sequence) else (ratio,)
+
+
+def check_sharding(sharding: str, multiple: int) -> None:
+    """Packing's arguments, also where there are no ranks to split rows over."""
+    one_of("Packing", "sharding", sharding, _lib.SHARDINGS)
+    at_least("Packing", "multiple", multiple, 1)
 
 
 class Documents:
@@ -54,6 +66,7 @@ class Shards:
     def __init__(
         self, ranks: Ranks, documents: Documents, tokens: int, sharding: str, multiple: int
     ) -> None:
+        check_sharding(sharding, multiple)
         documents.check()
         offsets = documents.offsets.tolist()
         rows, counts = _lib.shard_rows(offsets, tokens, ranks.size, sharding, multiple)
@@ -61,12 +74,12 @@ class Shards:
         self.rows = rows.split(counts)  # of every rank
         self.ranks, self.documents, self.tokens = ranks, documents, tokens
         self._multiple = multiple
-        self._layouts: dict[Ratios, Layout] = {}
+        self._layouts: dict[tuple[int, ...], Layout] = {}
 
     def layout(self, ratio: Ratios) -> Layout:
         """Of rows (ratio 1), of pools, or with several ratios of one behind the other."""
-        if ratio not in self._layouts:
-            ratios = ratio if isinstance(ratio, tuple) else (ratio,)
+        ratios = ratios_of(ratio)
+        if ratios not in self._layouts:
             kinds = [self._rows_of_ranks(r) for r in ratios]
             sizes = [sum(map(len, rows)) for rows in kinds]
             begins = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -74,8 +87,8 @@ class Shards:
                 torch.cat([begin + x for begin, x in zip(begins, own, strict=True)])
                 for own in zip(*kinds, strict=True)
             ]
-            self._layouts[ratio] = Layout(self.ranks, rows, self.documents.device)
-        return self._layouts[ratio]
+            self._layouts[ratios] = Layout(self.ranks, rows, self.documents.device)
+        return self._layouts[ratios]
 
     def keys(self, ratio: int) -> int:
         """How many rows (ratio 1) or pools all ranks have."""
