@@ -144,11 +144,7 @@ void select_all(const IndexTopkForward& args, int rows_per_group, MakeScores mak
     take_whole_windows(args, plan, magnitudes, done, execution);
   }
   launch(index_topk_plan_kernel,
-         {.blocks = 1,
-          .threads = kPlanThreads,
-          .stream = execution.stream,
-          .early = can_launch_early(args.q.device)},
-         plan);
+         {.blocks = 1, .threads = kPlanThreads, .stream = execution.stream, .early = true}, plan);
   const ForChunk scores_of = make_scores(args, plan, execution);
   const ForChunk select_from = select(args, plan, scratch, execution);
   for (int chunk = 0; chunk < plan.chunks; ++chunk) {

@@ -317,7 +317,7 @@ ForChunk scores_general(const IndexTopkForward& args, const Plan& plan,
          .threads = kThreads,
          .shared_bytes = sizeof(SharedStorage<T>),
          .stream = execution.stream,
-         .early = can_launch_early(args.q.device)});
+         .early = true});
     return [=, inputs = score_inputs(args)](int chunk) { launch(inputs, plan, chunk); };
   });
 }

@@ -4,13 +4,14 @@
 // A product has 64 keys as its rows and 256 columns, which are the heads of a group of queries: 8
 // queries of up to 32 heads, or 4 of up to 64. So a lane holds many heads of few (query, key)
 // pairs, and relu, weights and the sum over heads happen in its registers; four lanes then add up.
-//   warpgroup 0     one thread has Q of a group copied, once, and tiles of 128 keys, in kStages
-//                   stages
+//   warpgroup 0     one warp brings the weights of a group, and has Q copied, once a group, and
+//                   keys, 128 at a time, in stages
 //   warpgroups 1, 2 products and sums of the first and the last 64 keys of a tile, in turns: while
 //                   one sums up, the matrix units work for the other
 // Each thread block computes an equal and contiguous part of a chunk's tiles; its keys are read
-// about when other blocks read them, out of the L2 cache. Shared memory: 64 KiB of Q and four times
-// 32 KiB of keys (half of that with e4m3). Runs against the matrix units.
+// about when other blocks read them, out of the L2 cache. Q of the next group comes while the last
+// keys of a group are used. Shared memory: twice 64 KiB of Q and three times 32 KiB of keys; with
+// e4m3 half of that, and a stage more. Runs against the matrix units.
 #include <cstddef>
 
 #include "cuda/hopper/barrier.cuh"
@@ -27,11 +28,13 @@ using namespace winnow::hopper;
 constexpr int kDim = 128;
 constexpr int kColumns = 256;  // of a product
 constexpr int kRows = 64;      // of a product
-constexpr int kStages = 4;
+constexpr int kGroups = 2;     // whose queries are in shared memory
+template <class T>
+constexpr int kStages = sizeof(T) == 1 ? 4 : 3;
 constexpr int kWarpgroup = 128;
 constexpr int kThreads = 3 * kWarpgroup;
-constexpr int kCopyRegisters = 24;
-constexpr int kMathRegisters = 240;
+constexpr int kCopyRegisters = 56;
+constexpr int kMathRegisters = 224;
 
 template <class T>
 constexpr int kTiles = kDim* static_cast<int>(sizeof(T)) / kTileRowBytes;  // side by side
@@ -44,49 +47,70 @@ struct Operand {
 
 template <class T>
 struct SharedStorage {
-  Operand<T, kTileKeys> keys[kStages];
-  Operand<T, kColumns> queries;
-  float weights[2][kColumns];
-  Barrier full[kStages];
-  Barrier free[kStages];
-  Barrier queries_full;
-  Barrier queries_free;
+  Operand<T, kTileKeys> keys[kStages<T>];
+  Operand<T, kColumns> queries[kGroups];
+  float weights[kGroups][kColumns];
+  Barrier full[kStages<T>];
+  Barrier free[kStages<T>];
+  Barrier queries_full[kGroups];  // and their weights
+  Barrier queries_free[kGroups];
 };
+static_assert(sizeof(SharedStorage<__nv_bfloat16>) <= 227 * 1024);
 
+/// Which of kCount buffers comes next, and how often it has come before.
+template <int kCount>
 struct Turn {
   int stage = 0;
   int round = 0;
   __device__ void next() {
-    if (++stage == kStages) {
+    if (++stage == kCount) {
       stage = 0;
       ++round;
     }
   }
 };
 
-/// One thread tells the copy engine what to bring.
+/// A warp brings the weights of each group, and has its queries and keys copied.
 template <class T, int kHeads>
-__device__ void copy(const CUtensorMap& q, const CUtensorMap& k, const Plan& plan, Share& share,
-                     SharedStorage<T>& shared) {
+__device__ void bring(const CUtensorMap& q, const CUtensorMap& k, const ScoreInputs& inputs,
+                      const Plan& plan, Share& share, SharedStorage<T>& shared) {
   constexpr int kTileColumnsOfT = kTileRowBytes / static_cast<int>(sizeof(T));
-  Turn turn;
-  for (int groups = 0; !share.empty(); ++groups, share.next_group()) {
-    shared.queries_free.wait(groups - 1);
-    shared.queries_full.arrive_and_expect(sizeof(shared.queries));
-    const auto first_row = static_cast<int>(share.group() * (kColumns / kHeads));
-    for (int i = 0; i < kTiles<T>; ++i) {
-      copy_box(shared.queries.tiles[i], q, shared.queries_full, i * kTileColumnsOfT, 0, first_row);
+  constexpr int kQueries = kColumns / kHeads;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  Turn<kStages<T>> turn;
+  for (Turn<kGroups> group; !share.empty(); group.next(), share.next_group()) {
+    float weights[kColumns / 32];
+#pragma unroll
+    for (int i = 0; i < kColumns / 32; ++i) {
+      const std::int64_t t = share.group() * kQueries + (i * 32 + lane) / kHeads;
+      const int head = (i * 32 + lane) % kHeads;
+      const bool is_there = t < plan.tokens && head < inputs.heads;
+      weights[i] = is_there ? inputs.weights[t * inputs.weights_row + head] : 0.0f;
     }
-    const int first_key = plan.first_key[share.group()];
-    const int behind = share.behind_of_group();
-    for (int tile = share.first_of_group(); tile < behind; ++tile, turn.next()) {
-      shared.free[turn.stage].wait(turn.round - 1);
-      shared.full[turn.stage].arrive_and_expect(sizeof(shared.keys[0]));
+    if (lane == 0) shared.queries_free[group.stage].wait(group.round - 1);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kColumns / 32; ++i) shared.weights[group.stage][i * 32 + lane] = weights[i];
+    __syncwarp();  // the lane that arrives at queries_full has seen all weights
+    if (lane == 0) {
+      Barrier& full = shared.queries_full[group.stage];
+      full.arrive_and_expect(sizeof(shared.queries[0]));
+      const auto first_row = static_cast<int>(share.group() * kQueries);
       for (int i = 0; i < kTiles<T>; ++i) {
-        copy_box(shared.keys[turn.stage].tiles[i], k, shared.full[turn.stage], i * kTileColumnsOfT,
-                 first_key + tile * kTileKeys);
+        copy_box(shared.queries[group.stage].tiles[i], q, full, i * kTileColumnsOfT, 0, first_row);
+      }
+      const int first_key = plan.first_key[share.group()];
+      const int behind = share.behind_of_group();
+      for (int tile = share.first_of_group(); tile < behind; ++tile, turn.next()) {
+        shared.free[turn.stage].wait(turn.round - 1);
+        shared.full[turn.stage].arrive_and_expect(sizeof(shared.keys[0]));
+        for (int i = 0; i < kTiles<T>; ++i) {
+          copy_box(shared.keys[turn.stage].tiles[i], k, shared.full[turn.stage],
+                   i * kTileColumnsOfT, first_key + tile * kTileKeys);
+        }
       }
     }
+    __syncwarp();
   }
 }
 
@@ -106,35 +130,11 @@ __device__ inline void give_turn(int side) {
   }
 }
 
-__device__ inline void sync_warpgroup(int side) {
-  if (side == 0) {
-    sync_warps<3, kWarpgroup>();
-  } else {
-    sync_warps<4, kWarpgroup>();
-  }
-}
-
-/// The weights of the columns that a lane holds, 8 i + 2 c and the next; by way of shared memory,
-/// where each warpgroup has its own copy.
-template <int kHeads>
-__device__ void load_weights(float (&weights)[kColumns / 4], float (&staged)[kColumns],
-                             const ScoreInputs& inputs, const Plan& plan, std::int64_t group,
-                             int side) {
-  constexpr int kQueries = kColumns / kHeads;
-  sync_warpgroup(side);  // all have read those of the group before
-#pragma unroll
-  for (int column = static_cast<int>(threadIdx.x) % kWarpgroup; column < kColumns;
-       column += kWarpgroup) {
-    const std::int64_t t = group * kQueries + column / kHeads;
-    const int head = column % kHeads;
-    staged[column] = t < plan.tokens && head < inputs.heads
-                         ? inputs.weights[t * inputs.weights_row + head]
-                         : 0.0f;
-  }
-  sync_warpgroup(side);
+/// The weights of the columns that a lane holds, 8 i + 2 c and the next.
+__device__ inline void load_weights(float (&weights)[kColumns / 4], const float (&from)[kColumns]) {
 #pragma unroll
   for (int i = 0; i < kColumns / 8; ++i) {
-    const float2 pair = *reinterpret_cast<const float2*>(&staged[8 * i + threadIdx.x % 4 * 2]);
+    const float2 pair = *reinterpret_cast<const float2*>(&from[8 * i + threadIdx.x % 4 * 2]);
     weights[2 * i] = pair.x;
     weights[2 * i + 1] = pair.y;
   }
@@ -159,12 +159,15 @@ __device__ void sum_quads(float (&sums)[kCount]) {
   }
 }
 
+/// Of the queries whose scores a lane has after sum_quads, where those of the next tile go.
+template <int kHeads>
+using Targets = std::uint32_t * [kColumns / kHeads / 4];
+
 /// sum_h weights * max(products, 0) of this warp's 16 keys and all queries, into the buffer.
 /// kPadded: there are fewer than kHeads heads; the zeros of the others make NaN of infinite keys.
 template <int kHeads, bool kPadded>
 __device__ void store_scores(float (&products)[128], const float (&weights)[kColumns / 4],
-                             const float (&scale)[2], int heads, std::uint32_t* images,
-                             std::int64_t width) {
+                             const float (&scale)[2], int heads, Targets<kHeads>& to) {
   constexpr int kQueries = kColumns / kHeads;
   constexpr int kPairs = kHeads / 8;  // of columns that a lane holds of a query
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -187,10 +190,10 @@ __device__ void store_scores(float (&products)[128], const float (&weights)[kCol
   }
   sum_quads(sums);
 #pragma unroll
-  for (int i = 0; i < kQueries / 2; ++i) {
-    const int query = lane % 4 * (kQueries / 4) + i / 2;
-    const int half = i % 2;
-    images[query * width + lane / 4 + 8 * half] = image_of(sums[i] * scale[half]);
+  for (int query = 0; query < kQueries / 4; ++query) {
+    to[query][0] = image_of(sums[2 * query] * scale[0]);
+    to[query][8] = image_of(sums[2 * query + 1] * scale[1]);
+    to[query] += kTileKeys;
   }
 }
 
@@ -198,11 +201,12 @@ __device__ void store_scores(float (&products)[128], const float (&weights)[kCol
 /// infinite, NaN) goes into the products instead.
 template <bool kScaled>
 __device__ void load_scales(float (&scale)[2], const ScoreInputs& inputs, const Plan& plan,
-                            std::int64_t key) {
+                            std::uint32_t key) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const std::int64_t s = key + 8 * half;
-    scale[half] = kScaled && s < plan.keys ? __ldg(inputs.k_scale + s) : 1.0f;
+    const std::uint32_t s = key + 8 * half;
+    const bool is_key = s < static_cast<std::uint32_t>(plan.keys);
+    scale[half] = kScaled && is_key ? __ldg(inputs.k_scale + s) : 1.0f;
   }
 }
 __device__ inline void scale_products(float (&products)[128], float (&scale)[2]) {
@@ -213,6 +217,14 @@ __device__ inline void scale_products(float (&products)[128], float (&scale)[2])
   scale[0] = scale[1] = 1.0f;
 }
 
+/// Keeps the compiler from putting off a descriptor until this warpgroup has its turn. The upper
+/// half is constant.
+__device__ inline void compute_now(std::uint64_t& descriptor) {
+  auto low = static_cast<std::uint32_t>(descriptor);
+  asm volatile("" : "+r"(low));
+  descriptor = descriptor >> 32 << 32 | low;
+}
+
 template <class T, int kHeads, bool kPadded>
 __device__ void compute(const ScoreInputs& inputs, const Plan& plan, int chunk,
                         SharedStorage<T>& shared) {
@@ -220,49 +232,68 @@ __device__ void compute(const ScoreInputs& inputs, const Plan& plan, int chunk,
   const int side = static_cast<int>(threadIdx.x) / kWarpgroup - 1;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int first_row = side * kRows + (static_cast<int>(threadIdx.x) % kWarpgroup) / 32 * 16;
-  Turn turn;
+  Turn<kStages<T>> turn;
   Share share(plan, chunk, blockIdx.x, gridDim.x, lane);
   if (side == 1 && !share.empty()) give_turn(0);
-  for (int groups = 0; !share.empty(); ++groups) {
+  for (Turn<kGroups> group; !share.empty(); group.next()) {
     float weights[kColumns / 4];
-    load_weights<kHeads>(weights, shared.weights[side], inputs, plan, share.group(), side);
+    shared.queries_full[group.stage].wait(group.round);
+    load_weights(weights, shared.weights[group.stage]);
+    __syncwarp();  // the lane that frees them speaks for all
     const int first_key = plan.first_key[share.group()];
-    const std::int64_t width = plan.row_width(share.group());
-    std::uint32_t* const images = plan.images_of_group(share.group(), chunk) + first_row;
     const int behind = share.behind_of_group();
     int tile = share.first_of_group();
+    constexpr int kLaneQueries = kColumns / kHeads / 4;
+    Targets<kHeads> to;
+#pragma unroll
+    for (int query = 0; query < kLaneQueries; ++query) {
+      to[query] = plan.images_of_group(share.group(), chunk) +
+                  (lane % 4 * kLaneQueries + query) * plan.row_width(share.group()) +
+                  std::int64_t{tile} * kTileKeys + first_row + lane / 4;
+    }
     share.next_group();
-    shared.queries_full.wait(groups);
+    const bool is_last_group = share.empty();
+    std::uint64_t queries[kTiles<T>];
+#pragma unroll
+    for (int i = 0; i < kTiles<T>; ++i) {
+      queries[i] = row_contracted(shared_address(shared.queries[group.stage].tiles[i]));
+      compute_now(queries[i]);
+    }
     for (; tile < behind; ++tile, turn.next()) {
-      float scale[2];
-      load_scales<kScaled>(scale, inputs, plan,
-                           first_key + std::int64_t{tile} * kTileKeys + first_row + lane / 4);
+      std::uint64_t keys[kTiles<T>];
+#pragma unroll
+      for (int i = 0; i < kTiles<T>; ++i) {
+        keys[i] = row_contracted(
+            shared_address(shared.keys[turn.stage].tiles[i] + side * kRows * kTileRowBytes));
+        compute_now(keys[i]);
+      }
       shared.full[turn.stage].wait(turn.round);
       wait_for_turn(side);
       float products[128];
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kTiles<T>; ++i) {
-        const std::uint64_t keys = row_contracted(
-            shared_address(shared.keys[turn.stage].tiles[i] + side * kRows * kTileRowBytes));
-        const std::uint64_t queries = row_contracted(shared_address(shared.queries.tiles[i]));
 #pragma unroll
         for (int j = 0; j < kTileRowBytes / 32; ++j) {
-          multiply_64x256_rows<T>(products, keys + j * kNext16InRow, queries + j * kNext16InRow,
-                                  i + j > 0);
+          // Tiles begin where these bits are 0.
+          multiply_64x256_rows<T>(products, keys[i] | j * kNext16InRow,
+                                  queries[i] | j * kNext16InRow, i + j > 0);
         }
       }
       wgmma_commit();
-      const bool is_last = tile + 1 == behind && share.empty();
+      const bool is_last = tile + 1 == behind && is_last_group;
       if (side == 0 || !is_last) give_turn(1 - side);
+      // Only now: whoever has the turn must not wait for memory.
+      float scale[2];
+      load_scales<kScaled>(scale, inputs, plan,
+                           first_key + tile * kTileKeys + first_row + lane / 4);
       wgmma_wait<0>();
       if (lane == 0) {
         shared.free[turn.stage].arrive();
-        if (tile + 1 == behind) shared.queries_free.arrive();
+        if (tile + 1 == behind) shared.queries_free[group.stage].arrive();
       }
       if constexpr (kScaled) scale_products(products, scale);
-      store_scores<kHeads, kPadded>(products, weights, scale, inputs.heads,
-                                    images + std::int64_t{tile} * kTileKeys, width);
+      store_scores<kHeads, kPadded>(products, weights, scale, inputs.heads, to);
     }
   }
 }
@@ -280,12 +311,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   if (threadIdx.x == 0) {
     constexpr int kMathWarps = 2 * kWarpgroup / 32;
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < kStages<T>; ++i) {
       shared.full[i].init(1);
       shared.free[i].init(kMathWarps);
     }
-    shared.queries_full.init(1);
-    shared.queries_free.init(kMathWarps);
+    for (int i = 0; i < kGroups; ++i) {
+      shared.queries_full[i].init(1);
+      shared.queries_free[i].init(kMathWarps);
+    }
     fence_barrier_init();
   }
   __syncthreads();
@@ -293,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     lower_registers<kCopyRegisters>();
     if (threadIdx.x < 32) {
       Share share(plan, chunk, blockIdx.x, gridDim.x, threadIdx.x);
-      if (threadIdx.x == 0) copy<T, kHeads>(q, k, plan, share, shared);
+      bring<T, kHeads>(q, k, inputs, plan, share, shared);
     }
   } else {
     set_registers<kMathRegisters>();
@@ -314,7 +347,7 @@ ForChunk launcher_for(const IndexTopkForward& args, const Plan& plan, const Exec
                          .threads = kThreads,
                          .shared_bytes = sizeof(SharedStorage<T>),
                          .stream = execution.stream,
-                         .early = can_launch_early(args.q.device)});
+                         .early = true});
   const CUtensorMap q = make_tensor_map(args.q, {kColumns / padded_heads, padded_heads, columns});
   const CUtensorMap k = make_tensor_map(args.k, {kTileKeys, columns});
   return [=, inputs = score_inputs(args)](int chunk) { launch(q, k, inputs, plan, chunk); };

@@ -748,7 +748,7 @@ ForChunk select(const IndexTopkForward& args, const Plan& plan, float* scratch,
                          .threads = kThreads,
                          .shared_bytes = shared_bytes(args.indices.shape[1]),
                          .stream = execution.stream,
-                         .early = can_launch_early(args.q.device)});
+                         .early = true});
   const Outputs outputs{.indices = data_of<std::int32_t>(args.indices),
                         .lengths = data_of<std::int32_t>(args.lengths),
                         .scores = data_of<float>(args.scores),

@@ -182,18 +182,15 @@ void launch_for(const IndexTopkForward& args, const Plan& plan, float* magnitude
   const auto blocks = [&](std::int64_t rows) {
     return std::min((rows + kWarps - 1) / kWarps, most_blocks);
   };
-  const bool early = can_launch_early(args.q.device);
-  launch(index_topk_key_magnitudes_kernel<T>,
-         {.blocks = blocks(plan.keys),
-          .threads = kThreads,
-          .stream = execution.stream,
-          .early = early},
-         score_inputs(args), plan.keys, magnitudes);
+  launch(
+      index_topk_key_magnitudes_kernel<T>,
+      {.blocks = blocks(plan.keys), .threads = kThreads, .stream = execution.stream, .early = true},
+      score_inputs(args), plan.keys, magnitudes);
   launch(index_topk_whole_windows_kernel<T>,
          {.blocks = blocks(plan.tokens),
           .threads = kThreads,
           .stream = execution.stream,
-          .early = early},
+          .early = true},
          score_inputs(args), plan, magnitudes,
          Outputs{.indices = data_of<std::int32_t>(args.indices),
                  .lengths = data_of<std::int32_t>(args.lengths),

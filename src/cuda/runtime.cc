@@ -74,14 +74,19 @@ const DeviceProperties& device_properties(Device device) {
   return machine().devices.at(static_cast<std::size_t>(device.index));
 }
 
-bool can_launch_early(Device device) { return device_properties(device).major >= 9; }
-
 void allow_all_shared_memory(const void* kernel, std::source_location where) {
   int device = 0;
   cuda_check(cudaGetDevice(&device), where);
   cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   device_properties({DeviceKind::cuda, device}).shared_bytes),
              where);
+}
+
+bool can_wait_by_itself(const void* kernel, std::source_location where) {
+  constexpr int kFirst = 90;  // compute capability for which the code was made
+  cudaFuncAttributes attributes{};
+  cuda_check(cudaFuncGetAttributes(&attributes, kernel), where);
+  return attributes.ptxVersion >= kFirst;
 }
 
 std::size_t Workspace::bytes(std::initializer_list<std::size_t> slices) {

@@ -51,8 +51,6 @@ struct Machine {
 const Machine& machine();
 /// `device` is one of the machine's.
 const DeviceProperties& device_properties(Device device);
-/// Whether Launch::early means something.
-bool can_launch_early(Device device);
 
 /// A one-dimensional launch on the current device.
 struct Launch {
@@ -60,7 +58,8 @@ struct Launch {
   int threads = 0;
   std::size_t shared_bytes = 0;
   cudaStream_t stream = nullptr;
-  /// May be set up before the launch before it has ended; see wait_for_launch_before.
+  /// May be set up before the launch before it has ended; see wait_for_launch_before. Where kernels
+  /// cannot wait by themselves it is a launch like any other.
   bool early = false;
   std::source_location where = std::source_location::current();
 };
@@ -72,6 +71,9 @@ inline constexpr std::int64_t kMaxBlocks = (std::int64_t{1} << 31) - 1;
 /// number, so that two threads that launch the same kernel do not take it from each other.
 void allow_all_shared_memory(const void* kernel, std::source_location where);
 
+/// Whether the code of a kernel that the current device runs has wait_for_launch_before in it.
+bool can_wait_by_itself(const void* kernel, std::source_location where);
+
 /// A kernel that is ready to be launched any number of times. It has no static shared memory if it
 /// asks for more than 48 KiB.
 template <class... Parameters>
@@ -82,6 +84,7 @@ class Launcher {
     if (how.blocks > 0 && how.shared_bytes > kWithoutAsking) {
       allow_all_shared_memory(reinterpret_cast<const void*>(kernel), how.where);
     }
+    how_.early = how.early && can_wait_by_itself(reinterpret_cast<const void*>(kernel), how.where);
   }
 
   template <class... Arguments>

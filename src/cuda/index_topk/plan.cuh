@@ -46,9 +46,10 @@ struct Plan {
 inline constexpr std::uint32_t kLeastImage = 0x0080'0000u;  // of the lowest finite number
 
 __device__ inline std::uint32_t image_of(float score) {
-  const auto bits = __float_as_uint(score + 0.0f);
-  const std::uint32_t image = bits & 0x8000'0000u ? ~bits : bits | 0x8000'0000u;
-  return image >= kLeastImage && image <= 0xff80'0000u ? image : 0;
+  const auto bits = __float_as_int(score + 0.0f);
+  const auto image = static_cast<std::uint32_t>(bits ^ (bits >> 31 | INT32_MIN));
+  constexpr std::uint32_t kMostImage = 0xff80'0000u;  // of infinity
+  return image - kLeastImage <= kMostImage - kLeastImage ? image : 0;
 }
 __device__ inline float score_of(std::uint32_t image) {
   return __uint_as_float(image & 0x8000'0000u ? image & 0x7fff'ffffu : ~image);
