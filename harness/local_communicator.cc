@@ -79,9 +79,10 @@ class Group {
   std::vector<Tensor> tensors_;
 };
 
-std::string text_of(const char* call, const Tensor& tensor, std::span<const std::int64_t> rows) {
-  return fmt::format("{} of {} by {} channels, rows {}", call, name(tensor.dtype), tensor.shape[1],
-                     fmt::join(rows, " "));
+std::string text_of(const char* call, const Tensor& tensor, std::span<const std::int64_t> rows,
+                    std::uint64_t history) {
+  return fmt::format("{} of {} by {} channels, rows {}, after {:x}", call, name(tensor.dtype),
+                     tensor.shape[1], fmt::join(rows, " "), history);
 }
 
 class LocalCommunicator final : public Communicator {
@@ -97,7 +98,7 @@ class LocalCommunicator final : public Communicator {
   void all_gather(const Tensor& shard, const Tensor& whole, std::span<const std::int64_t> rows,
                   const Execution&) override {
     const std::vector<Tensor>& shards =
-        group_->meet(rank_, text_of("all_gather", shard, rows), shard);
+        group_->meet(rank_, text_of("all_gather", shard, rows, history()), shard);
     const std::int64_t row_bytes = shard.shape[1] * element_bytes(shard.dtype);
     auto* to = static_cast<std::byte*>(whole.data);
     for (int r = 0; r < size(); ++r) {
@@ -112,7 +113,7 @@ class LocalCommunicator final : public Communicator {
   void reduce_scatter(const Tensor& whole, const Tensor& shard, std::span<const std::int64_t> rows,
                       const Execution&) override {
     const std::vector<Tensor>& wholes =
-        group_->meet(rank_, text_of("reduce_scatter", whole, rows), whole);
+        group_->meet(rank_, text_of("reduce_scatter", whole, rows, history()), whole);
     const std::int64_t width = whole.shape[1];
     std::int64_t first = 0;
     for (int r = 0; r < rank_; ++r) first += rows[r];

@@ -94,6 +94,8 @@ TEST(MpiFailures, MismatchesAreErrorsOnEveryRank) {
   check_mismatches_are_errors_on_every_rank(make);
 }
 
+TEST(MpiFailures, HistoriesAreCompared) { check_histories_are_compared(make); }
+
 TEST(MpiFailures, AMissingRankIsAnError) { check_a_missing_rank_is_an_error(make); }
 
 }  // namespace

@@ -67,6 +67,8 @@ TEST(Parallel, MismatchesAreErrorsOnEveryRank) {
   on_groups_that_fail(check_mismatches_are_errors_on_every_rank);
 }
 
+TEST(Parallel, HistoriesAreCompared) { on_groups_that_fail(check_histories_are_compared); }
+
 TEST(Parallel, AMissingRankIsAnError) { on_groups_that_fail(check_a_missing_rank_is_an_error); }
 
 class ParallelRefusals : public ::testing::Test {

@@ -215,6 +215,33 @@ std::string communication_failure(const Call& call) {
 
 /// The last rank asks for something else: all ranks say so, with the same words, and never again do
 /// anything.
+/// Ranks that have as many rows as others think, but other ones; and a call that one rank was
+/// refused.
+inline void check_histories_are_compared(const MakeCommunicator& make) {
+  const auto gather = [](Communicator& ranks, Sharding sharding, std::int64_t more_rows) {
+    const std::int32_t tokens = 4 * ranks.size();
+    const Shards shards = shard_rows(Ints{0, tokens}, tokens, ranks.size(), sharding);
+    const Buffer shard({}, DType::f32, {4, 3});
+    const Buffer whole({}, DType::f32, {tokens + more_rows, 3});
+    gather_keys(ranks, shard.tensor(), whole.tensor(), shards);
+  };
+  {
+    const std::unique_ptr<Communicator> ranks = make(std::chrono::seconds(20));
+    if (ranks->size() == 1) return;
+    const bool is_last = ranks->rank() == ranks->size() - 1;
+    EXPECT_NE(communication_failure(
+                  [&] { gather(*ranks, is_last ? Sharding::zigzag : Sharding::contiguous, 0); }),
+              "");
+  }
+  {
+    const std::unique_ptr<Communicator> ranks = make(std::chrono::seconds(20));
+    if (ranks->rank() == 0) {
+      EXPECT_NE(refusal_of([&] { gather(*ranks, Sharding::zigzag, 1); }), "");
+    }
+    EXPECT_NE(communication_failure([&] { gather(*ranks, Sharding::zigzag, 0); }), "");
+  }
+}
+
 inline void check_mismatches_are_errors_on_every_rank(const MakeCommunicator& make) {
   const auto gather = [](Communicator& ranks, DType dtype, std::int64_t width, std::int64_t rows) {
     const std::vector<std::int64_t> all(static_cast<std::size_t>(ranks.size()), rows);

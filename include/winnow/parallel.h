@@ -47,9 +47,19 @@ class Communicator {
   /// failed, or if a rank did not answer within the time-out that the communicator was made with.
   virtual void wait(const Execution& execution) = 0;
   virtual Traffic traffic() const = 0;
+
+  /// Mixes a number into the history of this rank, which every collective compares: for what ranks
+  /// must agree on beside its arguments.
+  void remember(std::uint64_t what);
+
+ protected:
+  std::uint64_t history() const { return history_; }
+
+ private:
+  std::uint64_t history_ = 0;
 };
 
-inline constexpr std::chrono::milliseconds kCommunicationTimeout{30'000};
+inline constexpr std::chrono::milliseconds kCommunicationTimeout{20'000};
 
 /// Over an NCCL communicator of the caller, for CUDA tensors. libnccl is opened at run time. The
 /// time-out counts from `wait`. A broken communicator has been given to ncclCommAbort: it must not

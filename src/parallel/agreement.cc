@@ -4,14 +4,9 @@
 #include <limits>
 
 #include "core/check.h"
+#include "winnow/parallel.h"
 
 namespace winnow::parallel {
-namespace {
-
-constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-constexpr DTypes kAnyType = {DType::f32, DType::bf16,    DType::f16,
-                             DType::f64, DType::f8_e4m3, DType::i32};
-constexpr DTypes kSumType = {DType::f32};
 
 std::uint64_t mixed(std::uint64_t x) {  // splitmix64
   x += 0x9e3779b97f4a7c15U;
@@ -19,6 +14,13 @@ std::uint64_t mixed(std::uint64_t x) {  // splitmix64
   x = (x ^ x >> 27) * 0x94d049bb133111ebU;
   return x ^ x >> 31;
 }
+
+namespace {
+
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+constexpr DTypes kAnyType = {DType::f32, DType::bf16,    DType::f16,
+                             DType::f64, DType::f8_e4m3, DType::i32};
+constexpr DTypes kSumType = {DType::f32};
 
 /// "reduce_scatter 3 of f32[300, 16]"
 std::string describe(const Signature& signature) {
@@ -44,7 +46,7 @@ std::string_view name(CallKind kind) {
 
 Collective checked_collective(CallKind kind, const Tensor& shard, const Tensor& whole,
                               std::span<const std::int64_t> rows, int rank, int size,
-                              std::uint64_t number) {
+                              std::uint64_t number, std::uint64_t history) {
   Check check(name(kind));
   if (rows.size() != static_cast<std::size_t>(size)) {
     check.fail("rows", fmt::format("[{}]", rows.size()), refusal::dim_differs, "ranks", size,
@@ -69,6 +71,7 @@ Collective checked_collective(CallKind kind, const Tensor& shard, const Tensor& 
   check.dim_in_range("width", 0, kMost / element_bytes(shard.dtype));  // MPI counts its bytes
   call.row_bytes = shard.shape[1] * element_bytes(shard.dtype);
   call.signature.number = number;
+  call.signature.history = history;
   call.signature.kind = kind;
   call.signature.dtype = static_cast<std::uint64_t>(shard.dtype);
   call.signature.rows = static_cast<std::uint64_t>(call.total);
@@ -83,13 +86,22 @@ void check_agreement(std::span<const Signature> of_ranks) {
     if (other == first) continue;
     Signature alike = other;
     alike.split = first.split;
+    alike.history = first.history;
     throw Error(ErrorCode::communication,
                 alike == first
-                    ? fmt::format("{}: ranks 0 and {} do not agree on how many rows each rank has",
-                                  describe(first), r)
+                    ? fmt::format("{}: ranks 0 and {} do not agree on {}", describe(first), r,
+                                  other.split != first.split
+                                      ? "how many rows each rank has"
+                                      : "which rows each rank has, or on the calls before")
                     : fmt::format("rank {} calls {}, rank 0 {}: all ranks must call the same", r,
                                   describe(other), describe(first)));
   }
 }
 
 }  // namespace winnow::parallel
+
+namespace winnow {
+
+void Communicator::remember(std::uint64_t what) { history_ = parallel::mixed(history_ ^ what); }
+
+}  // namespace winnow

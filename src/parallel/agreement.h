@@ -21,7 +21,8 @@ struct Signature {
   std::uint64_t dtype = 0;
   std::uint64_t rows = 0;  // of all ranks together
   std::uint64_t width = 0;
-  std::uint64_t split = 0;  // a hash of how many rows each rank has
+  std::uint64_t split = 0;    // a hash of how many rows each rank has
+  std::uint64_t history = 0;  // of the communicator
   bool operator==(const Signature&) const = default;
 };
 
@@ -42,12 +43,15 @@ struct Collective {
 /// [rows[rank], width], whole [sum of rows, width], both contiguous, of one type and device.
 Collective checked_collective(CallKind kind, const Tensor& shard, const Tensor& whole,
                               std::span<const std::int64_t> rows, int rank, int size,
-                              std::uint64_t number);
+                              std::uint64_t number, std::uint64_t history);
 
 /// Throws Error(communication), with the same text on every rank, if a rank asks for something else
 /// than rank 0 does.
 void check_agreement(std::span<const Signature> of_ranks);
 
 std::string_view name(CallKind kind);
+
+/// A number that says little about x, for hashes.
+std::uint64_t mixed(std::uint64_t x);
 
 }  // namespace winnow::parallel

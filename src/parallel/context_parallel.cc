@@ -127,6 +127,24 @@ Plan checked(const char* op, const Communicator& communicator, const Tensor& sha
   return plan;
 }
 
+/// checked(), and what other ranks must know of it: which rows every rank has, or that there is a
+/// call that this rank does not take part in.
+Plan agreed(const char* op, Communicator& communicator, const Tensor& shard, const Tensor& whole,
+            const Shards& shards) {
+  constexpr std::uint64_t kRefused = 1;
+  try {
+    Plan plan = checked(op, communicator, shard, whole, shards);
+    for (const Run& run : plan.runs) {
+      communicator.remember(static_cast<std::uint64_t>(run.from));
+      communicator.remember(static_cast<std::uint64_t>(run.to));
+    }
+    return plan;
+  } catch (const Error&) {
+    communicator.remember(kRefused);
+    throw;
+  }
+}
+
 /// Memory for [rows, width] tensors: of the caller's workspace where that is large enough.
 class Staging {
  public:
@@ -187,7 +205,7 @@ constexpr Run kInOrder[] = {{0, 0, 0}};
 
 void gather_keys(Communicator& communicator, const Tensor& shard, const Tensor& whole,
                  const Shards& shards, const Execution& execution) {
-  const Plan plan = checked("gather_keys", communicator, shard, whole, shards);
+  const Plan plan = agreed("gather_keys", communicator, shard, whole, shards);
   const DType dtype = plan.shard.dtype;
   const bool pack = !is_contiguous(plan.shard);
   const bool reorder = !plan.in_order() || !is_contiguous(plan.whole);
@@ -202,7 +220,7 @@ void gather_keys(Communicator& communicator, const Tensor& shard, const Tensor& 
 
 void scatter_key_grads(Communicator& communicator, const Tensor& whole, const Tensor& shard,
                        const Shards& shards, const Execution& execution) {
-  Plan plan = checked("scatter_key_grads", communicator, shard, whole, shards);
+  Plan plan = agreed("scatter_key_grads", communicator, shard, whole, shards);
   for (Run& run : plan.runs) std::swap(run.from, run.to);
   const bool reorder = !plan.in_order() || !is_contiguous(plan.whole);
   const bool round = plan.shard.dtype != DType::f32 || !is_contiguous(plan.shard);

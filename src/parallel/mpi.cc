@@ -171,7 +171,7 @@ class MpiCommunicator final : public Communicator {
                    std::span<const std::int64_t> rows) {
     refuse_if_broken();
     what_ = fmt::format("{} {} on rank {} of {}", name(kind), ++number_, rank_, size_);
-    return parallel::checked_collective(kind, shard, whole, rows, rank_, size_, number_);
+    return parallel::checked_collective(kind, shard, whole, rows, rank_, size_, number_, history());
   }
 
   void refuse_if_broken() const {

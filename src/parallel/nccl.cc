@@ -2,6 +2,7 @@
 // The communicator over NCCL. Everything is enqueued; what the ranks asked for goes ahead of the
 // data, and `wait` compares it.
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <limits>
 #include <string>
@@ -105,6 +106,11 @@ class Signatures {
     host_.reset(static_cast<Signature*>(memory));
     cuda_check(cudaMalloc(&memory, bytes()));
     on_device_.reset(static_cast<Signature*>(memory));
+    for (auto& event : done_) {
+      cudaEvent_t made = nullptr;
+      cuda_check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming));
+      event.reset(made);
+    }
   }
 
   static constexpr std::size_t kSlots = 64;
@@ -112,6 +118,7 @@ class Signatures {
   std::span<Signature> all(std::size_t slot) const { return {own(slot) + 1, ranks_}; }
   Signature* own_on_device(std::size_t slot) const { return on_device_.get() + slot * stride(); }
   Signature* all_on_device(std::size_t slot) const { return own_on_device(slot) + 1; }
+  cudaEvent_t done(std::size_t slot) const { return done_[slot].get(); }
 
  private:
   struct FreeHost {
@@ -120,12 +127,17 @@ class Signatures {
   struct FreeDevice {
     void operator()(Signature* memory) const { cudaFree(memory); }
   };
+  struct FreeEvent {
+    using pointer = cudaEvent_t;
+    void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
+  };
   std::size_t stride() const { return ranks_ + 1; }
   std::size_t bytes() const { return kSlots * stride() * sizeof(Signature); }
 
   std::size_t ranks_;
   std::unique_ptr<Signature, FreeHost> host_;
   std::unique_ptr<Signature, FreeDevice> on_device_;
+  std::array<std::unique_ptr<cudaEvent_t, FreeEvent>, kSlots> done_;
 };
 
 class NcclCommunicator final : public Communicator {
@@ -138,6 +150,16 @@ class NcclCommunicator final : public Communicator {
         device_{DeviceKind::cuda, ask(nccl().CommCuDevice)},
         signatures_(size_, device_) {
     for (std::size_t slot = 0; slot < Signatures::kSlots; ++slot) free_slots_.push_back(slot);
+  }
+
+  /// Frees memory only when no collective uses it any more; one whose rank is gone is aborted.
+  ~NcclCommunicator() override {
+    if (!broken_.empty()) return;
+    try {
+      guarded([&] { finish_pending(); });
+    } catch (const std::exception&) {
+      // It is aborted, and there is nobody left to tell.
+    }
   }
 
   int rank() const override { return rank_; }
@@ -159,6 +181,7 @@ class NcclCommunicator final : public Communicator {
                                   kUint8, r, comm_, execution.stream);
         });
       }
+      mark_done(execution.stream);
       traffic_.gathered += call.foreign_bytes();
     });
   }
@@ -179,6 +202,7 @@ class NcclCommunicator final : public Communicator {
                                kFloat32, kSum, r, comm_, execution.stream);
         });
       }
+      mark_done(execution.stream);
       traffic_.reduced += call.foreign_bytes();
     });
   }
@@ -228,7 +252,7 @@ class NcclCommunicator final : public Communicator {
     // Counted also where the arguments are refused: other ranks may be in the call.
     ++number_;
     const Collective call =
-        parallel::checked_collective(kind, shard, whole, rows, rank_, size_, number_);
+        parallel::checked_collective(kind, shard, whole, rows, rank_, size_, number_, history());
     if (shard.device != device_) {
       const Check arguments(name(kind));
       arguments.fail("shard", winnow::describe(shard), refusal::device, describe(device_),
@@ -291,6 +315,21 @@ class NcclCommunicator final : public Communicator {
     cuda_check(cudaMemcpyAsync(all.data(), signatures_.all_on_device(slot), all.size_bytes(),
                                cudaMemcpyDeviceToHost, stream));
     pending_.push_back({slot, stream});
+  }
+
+  void mark_done(cudaStream_t stream) {
+    cuda_check(cudaEventRecord(signatures_.done(pending_.back().slot), stream));
+  }
+
+  /// Waits for all collectives, whose streams may be gone by now.
+  void finish_pending() {
+    const Clock::time_point deadline = Clock::now() + timeout_;
+    for (const Pending& pending : pending_) {
+      while (cudaEventQuery(signatures_.done(pending.slot)) == cudaErrorNotReady) {
+        if (Clock::now() > deadline) fail("time-out: some rank has not come, or has stopped");
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+      }
+    }
   }
 
   /// Waits for a stream, up to the time-out, and compares the signatures that came on it.
