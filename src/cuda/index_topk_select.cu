@@ -6,9 +6,8 @@
 //   whole rows  have a slot for each of their keys. A warp takes one.
 //   Others take a thread block each:
 //   short rows  have all their scores in registers.
-//   long rows   keep candidates in shared memory. Keys spread over the row say which score is
-//   likely
-//               to be below the bound; what reaches it is taken. When there is no room for more,
+//   long rows   keep candidates in shared memory. Keys spread over the row tell a score that is
+//               likely below the bound; what reaches it is taken. When there is no room for more,
 //               the bound of those that are there drops the others, and from then on only keys
 //               above it are taken. If too few were taken, all keys are looked at again. In the end
 //               a bit for each selected key, counted in the order of keys, says where its slot is.
