@@ -5,6 +5,7 @@ A padded batch becomes one row of tokens of which every rank keeps a contiguous 
 stay those of the whole; before attention the keys of all ranks are gathered.
 """
 
+import atexit
 import contextlib
 import math
 from array import array
@@ -58,6 +59,10 @@ def _even_layout(cp_group, rows: int, device: torch.device) -> Layout:
     begins = range(0, rows * ranks.size, rows) if rows else [0] * ranks.size
     parts = [torch.arange(begin, begin + rows) for begin in begins]
     return Layout(ranks, parts, device, "glm_dsa_cp_all_gather")
+
+
+# A process group must not outlive the interpreter, and layouts hold theirs.
+atexit.register(_even_layout.cache_clear)
 
 
 def _contiguous_cp_indices(
