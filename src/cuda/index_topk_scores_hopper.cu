@@ -239,7 +239,6 @@ __device__ void compute(const ScoreInputs& inputs, const Plan& plan, int chunk,
     float weights[kColumns / 4];
     shared.queries_full[group.stage].wait(group.round);
     load_weights(weights, shared.weights[group.stage]);
-    __syncwarp();  // the lane that frees them speaks for all
     const int first_key = plan.first_key[share.group()];
     const int behind = share.behind_of_group();
     int tile = share.first_of_group();
