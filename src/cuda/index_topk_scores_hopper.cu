@@ -2,8 +2,8 @@
 // Scores of index_topk on Hopper: rows of 128 elements, up to 64 heads, bf16, f16 and e4m3.
 //
 // A product has 64 keys as its rows and 256 columns, which are the heads of a group of queries: 8
-// queries of up to 32 heads, or 4 of up to 64. So a lane holds many heads of few (query, key)
-// pairs, and relu, weights and the sum over heads happen in its registers; four lanes then add up.
+// queries of up to 32 heads, or 4 of up to 64. Columns stand so that a lane holds all heads of its
+// queries: relu, weights and the sum over heads happen in its registers.
 //   warpgroup 0     one warp brings the weights of a group, and has Q copied, once a group, and
 //                   keys, 128 at a time, in stages
 //   warpgroups 1, 2 products and sums of the first and the last 64 keys of a tile, in turns: while
@@ -57,6 +57,23 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage<__nv_bfloat16>) <= 227 * 1024);
 
+/// Which query of a group and which of its heads a column of a product is. Of each 8 columns a lane
+/// holds two neighbours: two queries, or two parts of the heads of one.
+template <int kHeads>
+struct Column {
+  static constexpr int kParts = kHeads / 32;
+  int query;
+  int part;
+  int number;  // in its part
+
+  __device__ explicit Column(int column)
+      : query(column % 8 / kParts), part(column % kParts), number(column / 8) {}
+  /// An odd number of heads in two parts: the last of the first part is the first of the second,
+  /// and does not count.
+  __device__ bool has_head(int heads) const { return number < (heads + part) / kParts; }
+  __device__ int head(int heads) const { return part * (heads / kParts) + number; }
+};
+
 /// Which of kCount buffers comes next, and how often it has come before.
 template <int kCount>
 struct Turn {
@@ -82,22 +99,24 @@ __device__ void bring(const CUtensorMap& q, const CUtensorMap& k, const ScoreInp
     float weights[kColumns / 32];
 #pragma unroll
     for (int i = 0; i < kColumns / 32; ++i) {
-      const std::int64_t t = share.group() * kQueries + (i * 32 + lane) / kHeads;
-      const int head = (i * 32 + lane) % kHeads;
-      const bool is_there = t < plan.tokens && head < inputs.heads;
-      weights[i] = is_there ? inputs.weights[t * inputs.weights_row + head] : 0.0f;
+      const Column<kHeads> column(i * 32 + lane);
+      const std::int64_t t = share.group() * kQueries + column.query;
+      const bool is_there = t < plan.tokens && column.has_head(inputs.heads);
+      weights[i] =
+          is_there ? inputs.weights[t * inputs.weights_row + column.head(inputs.heads)] : 0.0f;
     }
-    if (lane == 0) shared.queries_free[group.stage].wait(group.round - 1);
-    __syncwarp();
+    shared.queries_free[group.stage].wait(group.round - 1);
 #pragma unroll
     for (int i = 0; i < kColumns / 32; ++i) shared.weights[group.stage][i * 32 + lane] = weights[i];
-    __syncwarp();  // the lane that arrives at queries_full has seen all weights
-    if (lane == 0) {
-      Barrier& full = shared.queries_full[group.stage];
+    Barrier& full = shared.queries_full[group.stage];
+    if (lane > 0) {
+      full.arrive();
+    } else {
       full.arrive_and_expect(sizeof(shared.queries[0]));
       const auto first_row = static_cast<int>(share.group() * kQueries);
       for (int i = 0; i < kTiles<T>; ++i) {
-        copy_box(shared.queries[group.stage].tiles[i], q, full, i * kTileColumnsOfT, 0, first_row);
+        copy_box(shared.queries[group.stage].tiles[i], q, full, i * kTileColumnsOfT, 0, first_row,
+                 0);
       }
       const int first_key = plan.first_key[share.group()];
       const int behind = share.behind_of_group();
@@ -140,26 +159,7 @@ __device__ inline void load_weights(float (&weights)[kColumns / 4], const float 
   }
 }
 
-/// Adds up four lanes, so that lane c has the sums of the c-th quarter of what they had.
-template <int kCount>
-__device__ void sum_quads(float (&sums)[kCount]) {
-  const bool high = threadIdx.x & 2;
-  const bool odd = threadIdx.x & 1;
-#pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) {
-    const float give = high ? sums[i] : sums[i + kCount / 2];
-    const float keep = high ? sums[i + kCount / 2] : sums[i];
-    sums[i] = keep + __shfl_xor_sync(0xffffffffu, give, 2);
-  }
-#pragma unroll
-  for (int i = 0; i < kCount / 4; ++i) {
-    const float give = odd ? sums[i] : sums[i + kCount / 4];
-    const float keep = odd ? sums[i + kCount / 4] : sums[i];
-    sums[i] = keep + __shfl_xor_sync(0xffffffffu, give, 1);
-  }
-}
-
-/// Of the queries whose scores a lane has after sum_quads, where those of the next tile go.
+/// Of the queries that a lane holds, where the scores of the next tile go.
 template <int kHeads>
 using Targets = std::uint32_t * [kColumns / kHeads / 4];
 
@@ -168,33 +168,29 @@ using Targets = std::uint32_t * [kColumns / kHeads / 4];
 template <int kHeads, bool kPadded>
 __device__ void store_scores(float (&products)[128], const float (&weights)[kColumns / 4],
                              const float (&scale)[2], int heads, Targets<kHeads>& to) {
-  constexpr int kQueries = kColumns / kHeads;
-  constexpr int kPairs = kHeads / 8;  // of columns that a lane holds of a query
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  float sums[2 * kQueries];  // of key row lane / 4, and of that + 8
+  float sums[2][2] = {};  // of two neighbouring columns, and of key row lane / 4 and of that + 8
 #pragma unroll
-  for (int query = 0; query < kQueries; ++query) {
-    float low = 0;
-    float high = 0;
+  for (int i = 0; i < kColumns / 8; ++i) {
 #pragma unroll
-    for (int i = query * kPairs; i < (query + 1) * kPairs; ++i) {
+    for (int j = 0; j < 2; ++j) {
+      if (kPadded && !Column<kHeads>(8 * i + j).has_head(heads)) continue;
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        if (kPadded && i % kPairs * 8 + lane % 4 * 2 + j >= heads) continue;
-        low = fmaf(weights[2 * i + j], positive_part(products[4 * i + j]), low);
-        high = fmaf(weights[2 * i + j], positive_part(products[4 * i + j + 2]), high);
+      for (int half = 0; half < 2; ++half) {
+        const float product = positive_part(products[4 * i + 2 * half + j]);
+        sums[j][half] = fmaf(weights[2 * i + j], product, sums[j][half]);
       }
     }
-    sums[2 * query] = low;
-    sums[2 * query + 1] = high;
   }
-  sum_quads(sums);
+  constexpr int kLaneQueries = kColumns / kHeads / 4;
 #pragma unroll
-  for (int query = 0; query < kQueries / 4; ++query) {
-    to[query][0] = image_of(sums[2 * query] * scale[0]);
-    to[query][8] = image_of(sums[2 * query + 1] * scale[1]);
-    to[query] += kTileKeys;
+  for (int half = 0; half < 2; ++half) {
+    if constexpr (kLaneQueries == 1) sums[0][half] += sums[1][half];
+#pragma unroll
+    for (int query = 0; query < kLaneQueries; ++query)
+      to[query][8 * half] = image_of(sums[query][half] * scale[half]);
   }
+#pragma unroll
+  for (int query = 0; query < kLaneQueries; ++query) to[query] += kTileKeys;
 }
 
 /// Of the two keys whose products a lane holds. A scale that does not commute with max (negative,
@@ -287,10 +283,8 @@ __device__ void compute(const ScoreInputs& inputs, const Plan& plan, int chunk,
       load_scales<kScaled>(scale, inputs, plan,
                            first_key + tile * kTileKeys + first_row + lane / 4);
       wgmma_wait<0>();
-      if (lane == 0) {
-        shared.free[turn.stage].arrive();
-        if (tile + 1 == behind) shared.queries_free[group.stage].arrive();
-      }
+      if (lane == 0) shared.free[turn.stage].arrive();
+      if (tile + 1 == behind) shared.queries_free[group.stage].arrive();
       if constexpr (kScaled) scale_products(products, scale);
       store_scores<kHeads, kPadded>(products, weights, scale, inputs.heads, to);
     }
@@ -315,8 +309,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       shared.free[i].init(kMathWarps);
     }
     for (int i = 0; i < kGroups; ++i) {
-      shared.queries_full[i].init(1);
-      shared.queries_free[i].init(kMathWarps);
+      shared.queries_full[i].init(32);
+      shared.queries_free[i].init(2 * kWarpgroup);
     }
     fence_barrier_init();
   }
@@ -333,11 +327,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
+std::uint32_t parts_of(std::int64_t heads) { return heads <= 32 ? 1 : 2; }
+
+/// q in the order of a product's columns: number of the head in its part, query, part; see Column.
+Tensor by_column(const Tensor& q) {
+  const std::int64_t heads = q.shape[1];
+  const std::int64_t parts = parts_of(heads);
+  Tensor view = q;
+  view.rank = 4;
+  view.shape = {(heads + parts - 1) / parts, q.shape[0], parts, q.shape[2]};
+  view.stride = {q.stride[1], q.stride[0], heads / parts * q.stride[1], 1};
+  return view;
+}
+
 template <class T>
 ForChunk launcher_for(const IndexTopkForward& args, const Plan& plan, const Execution& execution) {
   const auto heads = static_cast<int>(args.q.shape[1]);
   const std::uint32_t columns = kTileRowBytes / sizeof(T);
-  const std::uint32_t padded_heads = heads <= 32 ? 32 : 64;
   const Launcher launch(heads == 32   ? index_topk_scores_kernel<T, 32, false>
                         : heads == 64 ? index_topk_scores_kernel<T, 64, false>
                         : heads < 32  ? index_topk_scores_kernel<T, 32, true>
@@ -347,7 +353,8 @@ ForChunk launcher_for(const IndexTopkForward& args, const Plan& plan, const Exec
                          .shared_bytes = sizeof(SharedStorage<T>),
                          .stream = execution.stream,
                          .early = true});
-  const CUtensorMap q = make_tensor_map(args.q, {kColumns / padded_heads, padded_heads, columns});
+  const CUtensorMap q =
+      make_tensor_map(by_column(args.q), {32, 8 / parts_of(heads), parts_of(heads), columns});
   const CUtensorMap k = make_tensor_map(args.k, {kTileKeys, columns});
   return [=, inputs = score_inputs(args)](int chunk) { launch(q, k, inputs, plan, chunk); };
 }

@@ -52,13 +52,13 @@ bool can_have_tensor_map(const Tensor& tensor) {
   return true;
 }
 
-CUtensorMap make_tensor_map(const Tensor& tensor, const std::array<std::uint32_t, 3>& box) {
+CUtensorMap make_tensor_map(const Tensor& tensor, const std::array<std::uint32_t, 4>& box) {
   static const Encode encode = find_encode();
   // The engine counts dimensions from the last one on.
-  std::array<cuuint64_t, 3> sizes{};
-  std::array<cuuint64_t, 2> strides{};
-  std::array<cuuint32_t, 3> boxes{};
-  constexpr std::array<cuuint32_t, 3> kSteps = {1, 1, 1};
+  std::array<cuuint64_t, 4> sizes{};
+  std::array<cuuint64_t, 3> strides{};
+  std::array<cuuint32_t, 4> boxes{};
+  constexpr std::array<cuuint32_t, 4> kSteps = {1, 1, 1, 1};
   const int rank = tensor.rank;
   cuuint64_t any_stride = 16;  // where there is one element along a dimension
   for (int i = 0; i < rank; ++i) {

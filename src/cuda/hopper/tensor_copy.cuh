@@ -29,4 +29,14 @@ __device__ inline void copy_box(void* shared, const CUtensorMap& map, Barrier& b
       : "memory");
 }
 
+/// From element (column, row, plane, volume) on.
+__device__ inline void copy_box(void* shared, const CUtensorMap& map, Barrier& barrier, int column,
+                                int row, int plane, int volume) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(column), "r"(row), "r"(plane), "r"(volume), "r"(shared_address(&barrier))
+      : "memory");
+}
+
 }  // namespace winnow::hopper
