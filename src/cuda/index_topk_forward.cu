@@ -31,14 +31,14 @@ struct Sizes {
   std::int64_t magnitudes;  // of keys
   std::int64_t done;
 
-  std::size_t image_bytes() const {
+  std::size_t score_bytes() const {
     return static_cast<std::size_t>((chunk_tiles + group_tiles) * tile_bytes);
   }
   std::size_t workspace_bytes() const {
     return Workspace::bytes({(groups + 1) * sizeof(std::int64_t), groups * sizeof(std::int32_t),
                              (chunks + 1) * sizeof(std::int32_t), scratch * sizeof(float),
                              magnitudes * sizeof(float), done * sizeof(std::uint8_t),
-                             image_bytes()});
+                             score_bytes()});
   }
 };
 
@@ -127,7 +127,7 @@ void select_all(const IndexTopkForward& args, int rows_per_group, MakeScores mak
       .first_tile = workspace.take<std::int64_t>(sizes.groups + 1),
       .first_key = workspace.take<std::int32_t>(sizes.groups),
       .first_group = workspace.take<std::int32_t>(sizes.chunks + 1),
-      .images = workspace.take<std::uint32_t>(static_cast<std::int64_t>(sizes.image_bytes() / 4)),
+      .scores = workspace.take<float>(static_cast<std::int64_t>(sizes.score_bytes() / 4)),
       .begin = data_of<const std::int32_t>(args.begin),
       .end = data_of<const std::int32_t>(args.end),
       .done = done,

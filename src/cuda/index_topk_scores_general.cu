@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kThreads)
   for (Share share(plan, chunk, blockIdx.x, gridDim.x, threadIdx.x % 32); !share.empty();
        share.next_group()) {
     const std::int64_t width = plan.row_width(share.group());
-    std::uint32_t* const images = plan.images_of_group(share.group(), chunk);
+    float* const scores_of_rows = plan.scores_of_group(share.group(), chunk);
     const int first_key = plan.first_key[share.group()];
     for (int tile = share.first_of_group(); tile < share.behind_of_group(); ++tile) {
       const std::int64_t first = std::int64_t{tile} * kTileKeys;
@@ -250,8 +250,8 @@ __global__ void __launch_bounds__(kThreads)
       for (int r = 0; r < plan.rows_per_group; ++r) {
         const std::int64_t t = share.group() * plan.rows_per_group + r;
         if (t >= plan.tokens) break;
-        std::uint32_t* const row = images + r * width + first;
-        scores.row(t, [&](int i, float score) { row[i] = image_of(score); });
+        float* const row = scores_of_rows + r * width + first;
+        scores.row(t, [&](int i, float score) { row[i] = score; });
       }
     }
   }

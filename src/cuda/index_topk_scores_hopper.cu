@@ -161,7 +161,7 @@ __device__ inline void load_weights(float (&weights)[kColumns / 4], const float 
 
 /// Of the queries that a lane holds, where the scores of the next tile go.
 template <int kHeads>
-using Targets = std::uint32_t * [kColumns / kHeads / 4];
+using Targets = float * [kColumns / kHeads / 4];
 
 /// sum_h weights * max(products, 0) of this warp's 16 keys and all queries, into the buffer.
 /// kPadded: there are fewer than kHeads heads; the zeros of the others make NaN of infinite keys.
@@ -187,7 +187,7 @@ __device__ void store_scores(float (&products)[128], const float (&weights)[kCol
     if constexpr (kLaneQueries == 1) sums[0][half] += sums[1][half];
 #pragma unroll
     for (int query = 0; query < kLaneQueries; ++query)
-      to[query][8 * half] = image_of(sums[query][half] * scale[half]);
+      to[query][8 * half] = sums[query][half] * scale[half];
   }
 #pragma unroll
   for (int query = 0; query < kLaneQueries; ++query) to[query] += kTileKeys;
@@ -242,7 +242,7 @@ __device__ void compute(const ScoreInputs& inputs, const Plan& plan, int chunk,
     Targets<kHeads> to;
 #pragma unroll
     for (int query = 0; query < kLaneQueries; ++query) {
-      to[query] = plan.images_of_group(share.group(), chunk) +
+      to[query] = plan.scores_of_group(share.group(), chunk) +
                   (lane % 4 * kLaneQueries + query) * plan.row_width(share.group()) +
                   std::int64_t{tile} * kTileKeys + first_row + lane / 4;
     }

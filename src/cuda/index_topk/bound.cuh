@@ -14,16 +14,14 @@ inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kBinBits = 10;
 inline constexpr int kBins = 1 << kBinBits;
 inline constexpr std::uint32_t kFew = kThreads;  // that are compared each with all
-inline constexpr int kMapKeys = 1 << 16;         // keys whose bits are in shared memory at a time
-inline constexpr int kMapWords = kMapKeys / 32;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
-/// Candidates above `image` are kept, and of those equal to it the ones up to key `last`.
+/// Candidates above `image` are kept, and of those equal to it the ones up to number `last`.
 struct Bound {
   std::uint32_t image;
   std::uint32_t last;
-  __device__ bool keeps(std::uint32_t candidate, std::uint32_t key) const {
-    return candidate > image || (candidate == image && key <= last);
+  __device__ bool keeps(std::uint32_t candidate, std::uint32_t number) const {
+    return candidate > image || (candidate == image && number <= last);
   }
 };
 
@@ -31,14 +29,18 @@ inline constexpr Bound kNoBound{1, 0xffffffffu};
 
 struct Range {
   std::uint32_t low, high;
+  __device__ void take(std::uint32_t value) {
+    low = min(low, value);
+    high = max(high, value);
+  }
 };
+inline constexpr Range kNothing{0xffffffffu, 0};
+inline constexpr Range kEverything{1, 0xffffffffu};
 
 struct SharedStorage {
-  std::uint32_t map[kMapWords];  // a bit for each key, when all scores have been seen
   std::uint32_t bins[kBins];
   std::uint32_t warp_sums[kWarps];
-  std::uint32_t count;  // of candidates
-  Range range;
+  Range warp_ranges[kWarps];
   std::uint32_t bin, above, of_bin;
   std::uint32_t few;
   Bound bound;
@@ -49,153 +51,203 @@ struct Prefix {
   std::uint32_t before;
   std::uint32_t all;
 };
-__device__ inline Prefix prefix_sum(SharedStorage& shared, std::uint32_t value) {
+__device__ inline Prefix warp_prefix_sum(std::uint32_t value) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
   std::uint32_t sum = value;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const std::uint32_t other = __shfl_up_sync(kAllLanes, sum, step);
     if (lane >= step) sum += other;
   }
-  if (lane == 31) shared.warp_sums[warp] = sum;
+  return {sum - value, __shfl_sync(kAllLanes, sum, 31)};
+}
+__device__ inline Prefix prefix_sum(SharedStorage& shared, std::uint32_t value) {
+  const Prefix lanes = warp_prefix_sum(value);
+  if (threadIdx.x % 32 == 0) shared.warp_sums[threadIdx.x / 32] = lanes.all;
   __syncthreads();
-  std::uint32_t of_warp = lane < kWarps ? shared.warp_sums[lane] : 0;
+  Prefix prefix{lanes.before, 0};
 #pragma unroll
-  for (int step = 1; step < kWarps; step *= 2) {
-    const std::uint32_t other = __shfl_up_sync(kAllLanes, of_warp, step);
-    if (lane >= step) of_warp += other;
+  for (int warp = 0; warp < kWarps; ++warp) {
+    if (warp == threadIdx.x / 32) prefix.before += prefix.all;
+    prefix.all += shared.warp_sums[warp];
   }
-  const std::uint32_t all = __shfl_sync(kAllLanes, of_warp, kWarps - 1);
-  const std::uint32_t before = warp == 0 ? 0 : __shfl_sync(kAllLanes, of_warp, warp - 1);
   __syncthreads();
-  return {before + sum - value, all};
+  return prefix;
 }
 
-/// Images to bins, in their order. Evenly over the scores at first, which spreads what most rows
-/// hold; evenly over the images where that fails: each time a third of their bits are settled.
+/// The lowest and the highest value of all threads.
+__device__ inline Range range_of(SharedStorage& shared, Range own) {
+  __syncthreads();  // the ranges before are used no more
+  own.low = __reduce_min_sync(kAllLanes, own.low);
+  own.high = __reduce_max_sync(kAllLanes, own.high);
+  if (threadIdx.x % 32 == 0) shared.warp_ranges[threadIdx.x / 32] = own;
+  __syncthreads();
+  Range range = kNothing;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    range.low = min(range.low, shared.warp_ranges[warp].low);
+    range.high = max(range.high, shared.warp_ranges[warp].high);
+  }
+  return range;
+}
+
+/// Scores to bins of equal width, in their order; those outside of the range to the first and the
+/// last. Spreads what most rows hold.
+struct EvenBins {
+  float low = 0;
+  float factor = 0;
+
+  __device__ EvenBins() = default;
+  __device__ explicit EvenBins(Range range) : low(score_of(range.low)) {
+    const float width = score_of(range.high) - low;
+    factor = (kBins - 1) / width;
+    // Not with infinite scores, nor where the quotient overflows.
+    if (!(factor > 0 && width <= 3e38f && factor <= 3e38f)) factor = 0;
+  }
+  __device__ bool work() const { return factor > 0; }
+  __device__ std::uint32_t bin(float score) const {
+    return min(static_cast<std::uint32_t>((score - low) * factor),
+               static_cast<std::uint32_t>(kBins - 1));
+  }
+  /// About the lowest score of a bin.
+  __device__ float lowest(std::uint32_t bin) const {
+    return low + static_cast<float>(bin) / factor;
+  }
+};
+
+/// Values to bins, in their order: evenly over the scores at first, evenly over the values where
+/// that fails; each time a third of their bits are settled.
 class Binning {
  public:
-  __device__ Binning(std::uint32_t low, std::uint32_t high, bool by_score) {
-    low_ = low;
-    shift_ = max(32 - __clz(static_cast<int>(high - low)) - kBinBits, 0);
-    const float width = score_of(high) - score_of(low);
-    factor_ = by_score ? (kBins - 1) / width : 0;
-    // Not with infinite scores, nor where the quotient overflows.
-    is_even_ = factor_ > 0 && width <= 3e38f && factor_ <= 3e38f;
+  __device__ Binning() = default;
+  __device__ Binning(Range range, bool by_score) : low_(range.low) {
+    shift_ = max(32 - __clz(static_cast<int>(range.high - range.low)) - kBinBits, 0);
+    if (by_score) even_ = EvenBins(range);
   }
-  __device__ std::uint32_t bin(std::uint32_t image) const {
-    if (!is_even_) return (image - low_) >> shift_;
-    const auto bin = static_cast<std::uint32_t>((score_of(image) - score_of(low_)) * factor_);
-    return min(bin, static_cast<std::uint32_t>(kBins - 1));
+  __device__ std::uint32_t bin(std::uint32_t value) const {
+    return even_.work() ? even_.bin(score_of(value)) : (value - low_) >> shift_;
   }
 
  private:
-  std::uint32_t low_;
-  int shift_;
-  float factor_;
-  bool is_even_;
+  std::uint32_t low_ = 0;
+  int shift_ = 0;
+  EvenBins even_;
 };
 
-/// The lowest and the highest of the values. `each(f)` calls f(value, key) for the values of a
-/// thread; 0 is none.
-template <class Each>
-__device__ Range range_of(SharedStorage& shared, Each each) {
-  __syncthreads();  // the range before is used no more
-  if (threadIdx.x == 0) shared.range = {0xffffffffu, 0};
-  Range own{0xffffffffu, 0};
-  each([&](std::uint32_t value, std::uint32_t) {
-    if (value == 0) return;
-    own.low = min(own.low, value);
-    own.high = max(own.high, value);
-  });
-  own.low = __reduce_min_sync(kAllLanes, own.low);
-  own.high = __reduce_max_sync(kAllLanes, own.high);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) {
-    atomicMin(&shared.range.low, own.low);
-    atomicMax(&shared.range.high, own.high);
+__device__ inline void clear_bins(SharedStorage& shared) {
+  for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
+  if (threadIdx.x == 0) shared.few = 0;
+}
+
+/// The bin in which the value is that `wanted` values reach, how many are in it and above it, and
+/// in all bins.
+struct WantedBin {
+  std::uint32_t bin, of_bin, above, all;
+};
+__device__ inline WantedBin find_bin(SharedStorage& shared, std::uint32_t wanted) {
+  // From the highest bin down.
+  constexpr int kOwn = kBins / kThreads;
+  const int highest = kBins - 1 - static_cast<int>(threadIdx.x) * kOwn;
+  std::uint32_t own[kOwn];
+  std::uint32_t sum = 0;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    own[i] = shared.bins[highest - i];
+    sum += own[i];
+  }
+  const Prefix prefix = prefix_sum(shared, sum);
+  std::uint32_t passed = prefix.before;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    if (passed < wanted && passed + own[i] >= wanted) {
+      shared.bin = highest - i;
+      shared.above = passed;
+      shared.of_bin = own[i];
+    }
+    passed += own[i];
   }
   __syncthreads();
-  return shared.range;
+  return {shared.bin, shared.of_bin, shared.above, prefix.all};
+}
+
+// Few enough to compare each with all. They take the place of the bins.
+__device__ inline void add_few(SharedStorage& shared, std::uint32_t value, std::uint32_t number) {
+  const std::uint32_t to = atomicAdd(&shared.few, 1u);
+  shared.bins[to] = value;
+  shared.bins[kFew + to] = number;
+}
+/// The bound that `wanted` of `count` pass, when all threads have added theirs.
+__device__ inline Bound bound_of_few(SharedStorage& shared, std::uint32_t count,
+                                     std::uint32_t wanted) {
+  __syncthreads();
+  if (threadIdx.x < count) {
+    const Bound own{shared.bins[threadIdx.x], shared.bins[kFew + threadIdx.x]};
+    std::uint32_t passing = 0;  // itself included
+    for (std::uint32_t i = 0; i < count; ++i) {
+      passing += own.keeps(shared.bins[i], shared.bins[kFew + i]) ? 1 : 0;
+    }
+    if (passing == wanted) shared.bound = own;
+  }
+  __syncthreads();
+  return shared.bound;
 }
 
 /// The bound that exactly `wanted` candidates pass, or all if there are no more. `each(f)` calls
-/// f(image, key) for the candidates of a thread; an image of 0 is none. kKind: what the images are.
-enum class Kind { scores, distinct_numbers };
-template <Kind kKind, class Each>
+/// f(image, number) for the candidates of a thread; an image of 0 is none. Of equal ones those with
+/// the smallest numbers pass.
+template <class Each>
 __device__ Bound find_bound(SharedStorage& shared, std::uint32_t wanted, Each each) {
-  Range range = range_of(shared, each);
-  for (bool is_first = true; range.low < range.high; is_first = false) {
-    const Binning binning(range.low, range.high, is_first && kKind == Kind::scores);
-    const auto is_in = [&](std::uint32_t v) { return v >= range.low && v <= range.high; };
-    for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
-    if (threadIdx.x == 0) shared.few = 0;
-    __syncthreads();
-    each([&](std::uint32_t v, std::uint32_t) {
-      if (is_in(v)) atomicAdd(&shared.bins[binning.bin(v)], 1u);
+  // First by images. Where all that are left are equal, by numbers: the smallest, which are the
+  // largest of their complements.
+  bool by_number = false;
+  std::uint32_t equal = 0;
+  const auto bound_at = [&](std::uint32_t value, std::uint32_t last) {
+    return by_number ? Bound{equal, ~value} : Bound{value, last};
+  };
+  // What is left: a bin of a range.
+  Range range = kEverything;
+  Binning binning;
+  std::uint32_t bin = 0;
+  bool is_first = true;
+  const auto each_left = [&](auto use) {
+    each([&](std::uint32_t image, std::uint32_t number) {
+      const std::uint32_t value = !by_number ? image : image == equal ? ~number : 0;
+      const bool is_left =
+          value >= range.low && value <= range.high && (is_first || binning.bin(value) == bin);
+      if (is_left) use(value, number);
     });
+  };
+  while (true) {
+    Range own = kNothing;
+    each_left([&](std::uint32_t value, std::uint32_t) { own.take(value); });
+    const Range left = range_of(shared, own);
+    if (left.low > left.high) return kNoBound;
+    if (left.low == left.high) {
+      if (by_number) return bound_at(left.low, 0);
+      by_number = true;
+      equal = left.low;
+      range = kEverything;
+      is_first = true;
+      continue;
+    }
+    const Binning finer(left, is_first && !by_number);
+    clear_bins(shared);
     __syncthreads();
-    // From the highest bin down: the one in which the bound is.
-    constexpr int kOwn = kBins / kThreads;
-    std::uint32_t own[kOwn];
-    std::uint32_t sum = 0;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      own[i] = shared.bins[kBins - 1 - (threadIdx.x * kOwn + i)];
-      sum += own[i];
-    }
-    const Prefix prefix = prefix_sum(shared, sum);
-    if (is_first && prefix.all <= wanted) return kNoBound;
-    std::uint32_t passed = prefix.before;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      if (passed < wanted && passed + own[i] >= wanted) {
-        shared.bin = kBins - 1 - (threadIdx.x * kOwn + i);
-        shared.above = passed;
-        shared.of_bin = own[i];
-      }
-      passed += own[i];
-    }
+    each_left(
+        [&](std::uint32_t value, std::uint32_t) { atomicAdd(&shared.bins[finer.bin(value)], 1u); });
     __syncthreads();
-    const std::uint32_t bin = shared.bin;
-    const std::uint32_t of_bin = shared.of_bin;
-    wanted -= shared.above;
-    const auto is_in_bin = [&](std::uint32_t v) { return is_in(v) && binning.bin(v) == bin; };
-    if (of_bin <= kFew) {
-      // Few enough to compare each with all. They take the place of the bins.
-      each([&](std::uint32_t v, std::uint32_t key) {
-        if (!is_in_bin(v)) return;
-        const std::uint32_t to = atomicAdd(&shared.few, 1u);
-        shared.bins[to] = v;
-        shared.bins[kFew + to] = key;
-      });
-      __syncthreads();
-      if (threadIdx.x < of_bin) {
-        const Bound own_bound{shared.bins[threadIdx.x], shared.bins[kFew + threadIdx.x]};
-        std::uint32_t passing = 0;  // itself included
-        for (std::uint32_t i = 0; i < of_bin; ++i) {
-          passing += own_bound.keeps(shared.bins[i], shared.bins[kFew + i]) ? 1 : 0;
-        }
-        if (passing == wanted) shared.bound = own_bound;
-      }
-      __syncthreads();
-      return shared.bound;
-    }
-    range = range_of(shared, [&](auto use) {
-      each([&](std::uint32_t v, std::uint32_t key) { use(is_in_bin(v) ? v : 0, key); });
-    });
+    const WantedBin found = find_bin(shared, wanted);
+    if (found.all <= wanted) return bound_at(left.low, 0xffffffffu);
+    range = left;
+    binning = finer;
+    bin = found.bin;
+    is_first = false;
+    wanted -= found.above;
+    if (found.of_bin > kFew) continue;
+    each_left([&](std::uint32_t value, std::uint32_t number) { add_few(shared, value, number); });
+    const Bound bound = bound_of_few(shared, found.of_bin, wanted);
+    return bound_at(bound.image, bound.last);
   }
-  if (range.low > range.high) return kNoBound;  // there is none
-  // All that is left is equal.
-  if constexpr (kKind == Kind::scores) {
-    // The smallest keys, which are the largest of their complements.
-    const Bound last = find_bound<Kind::distinct_numbers>(shared, wanted, [&](auto use) {
-      each([&](std::uint32_t v, std::uint32_t key) { use(v == range.low ? ~key : 0u, 0u); });
-    });
-    return {range.low, ~last.image};
-  }
-  return {range.low, 0};
 }
 
 }  // namespace winnow::cuda::index_topk

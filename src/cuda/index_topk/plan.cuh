@@ -18,7 +18,7 @@ struct Plan {
   std::int64_t* first_tile;   // [groups + 1]: tiles of the groups before
   std::int32_t* first_key;    // [groups]: a multiple of 4
   std::int32_t* first_group;  // [chunks + 1]
-  std::uint32_t* images;      // scores of one chunk, as `image_of` gives them
+  float* scores;              // of one chunk
   const std::int32_t* begin;  // [tokens]
   const std::int32_t* end;    // [tokens]
   const std::uint8_t* done;   // [tokens], or null: whether the row has its slots already
@@ -30,8 +30,8 @@ struct Plan {
   int rows_per_group;
 
   /// Where the group's scores begin in the buffer: rows_per_group rows of row_width each.
-  __device__ std::uint32_t* images_of_group(std::int64_t group, int chunk) const {
-    return images + (first_tile[group] - chunk * chunk_tiles) * kTileKeys * rows_per_group;
+  __device__ float* scores_of_group(std::int64_t group, int chunk) const {
+    return scores + (first_tile[group] - chunk * chunk_tiles) * kTileKeys * rows_per_group;
   }
   __device__ std::int64_t row_width(std::int64_t group) const {
     return (first_tile[group + 1] - first_tile[group]) * kTileKeys;
@@ -41,8 +41,8 @@ struct Plan {
   __device__ int window_end(std::int64_t t) const { return end[t] > keys ? keys : end[t]; }
 };
 
-// Scores are kept as unsigned integers in the order of selection: larger first, +0 and -0 equal.
-// What is never selected, NaN and -inf, is 0.
+// The image of a score is an unsigned integer in the order of selection: larger first, +0 and -0
+// equal. That of what is never selected, NaN and -inf, is 0.
 inline constexpr std::uint32_t kLeastImage = 0x0080'0000u;  // of the lowest finite number
 
 __device__ inline std::uint32_t image_of(float score) {
