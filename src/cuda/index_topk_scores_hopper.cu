@@ -33,8 +33,8 @@ template <class T>
 constexpr int kStages = sizeof(T) == 1 ? 4 : 3;
 constexpr int kWarpgroup = 128;
 constexpr int kThreads = 3 * kWarpgroup;
-constexpr int kCopyRegisters = 56;
-constexpr int kMathRegisters = 224;
+constexpr int kCopyRegisters = 72;
+constexpr int kMathRegisters = 216;
 
 template <class T>
 constexpr int kTiles = kDim* static_cast<int>(sizeof(T)) / kTileRowBytes;  // side by side
@@ -45,14 +45,24 @@ struct Operand {
   std::byte tiles[kTiles<T>][kCount * kTileRowBytes];
 };
 
+/// Tiles of a group that a block computes.
+struct Unit {
+  std::int64_t group;
+  std::int64_t scores;  // where those of the group begin in the buffer
+  std::int64_t width;   // from one row to the next
+  int first_key;
+  int first, behind;  // tiles, counted in the group; none: there are no more units
+};
+
 template <class T>
 struct SharedStorage {
   Operand<T, kTileKeys> keys[kStages<T>];
   Operand<T, kColumns> queries[kGroups];
   float weights[kGroups][kColumns];
+  Unit units[kGroups];
   Barrier full[kStages<T>];
   Barrier free[kStages<T>];
-  Barrier queries_full[kGroups];  // and their weights
+  Barrier queries_full[kGroups];  // and their weights and unit
   Barrier queries_free[kGroups];
 };
 static_assert(sizeof(SharedStorage<__nv_bfloat16>) <= 227 * 1024);
@@ -89,49 +99,109 @@ struct Turn {
 
 /// A warp brings the weights of each group, and has its queries and keys copied.
 template <class T, int kHeads>
-__device__ void bring(const CUtensorMap& q, const CUtensorMap& k, const ScoreInputs& inputs,
-                      const Plan& plan, Share& share, SharedStorage<T>& shared) {
-  constexpr int kTileColumnsOfT = kTileRowBytes / static_cast<int>(sizeof(T));
-  constexpr int kQueries = kColumns / kHeads;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  Turn<kStages<T>> turn;
-  for (Turn<kGroups> group; !share.empty(); group.next(), share.next_group()) {
-    float weights[kColumns / 32];
+class Bringer {
+ public:
+  __device__ Bringer(const CUtensorMap& q, const CUtensorMap& k, const ScoreInputs& inputs,
+                     const Plan& plan, int chunk, SharedStorage<T>& shared)
+      : q_(q),
+        k_(k),
+        inputs_(inputs),
+        plan_(plan),
+        chunk_(chunk),
+        shared_(shared),
+        share_(plan, chunk, blockIdx.x, gridDim.x, lane_) {}
+
+  __device__ void bring() {
+    Unit unit = next_unit();
+    while (unit.behind > 0) {
+      bring_queries(unit);
+      // The next unit is found while keys are on their way.
+      const int soon = min(unit.first + kStages<T>, unit.behind);
+      copy_keys(unit, unit.first, soon);
+      const Unit next = next_unit();
+      copy_keys(unit, soon, unit.behind);
+      unit = next;
+    }
+    bring_end();
+  }
+
+ private:
+  static constexpr int kQueries = kColumns / kHeads;
+  static constexpr int kTileColumnsOfT = kTileRowBytes / static_cast<int>(sizeof(T));
+
+  /// And loads its weights.
+  __device__ Unit next_unit() {
+    if (share_.empty()) return {};
+    const std::int64_t group = share_.group();
 #pragma unroll
     for (int i = 0; i < kColumns / 32; ++i) {
-      const Column<kHeads> column(i * 32 + lane);
-      const std::int64_t t = share.group() * kQueries + column.query;
-      const bool is_there = t < plan.tokens && column.has_head(inputs.heads);
-      weights[i] =
-          is_there ? inputs.weights[t * inputs.weights_row + column.head(inputs.heads)] : 0.0f;
+      const Column<kHeads> column(i * 32 + lane_);
+      const std::int64_t t = group * kQueries + column.query;
+      const bool is_there = t < plan_.tokens && column.has_head(inputs_.heads);
+      weights_[i] =
+          is_there ? inputs_.weights[t * inputs_.weights_row + column.head(inputs_.heads)] : 0.0f;
     }
-    shared.queries_free[group.stage].wait(group.round - 1);
+    const Unit unit{.group = group,
+                    .scores = plan_.scores_of_group(group, chunk_) - plan_.scores,
+                    .width = plan_.row_width(group),
+                    .first_key = plan_.first_key[group],
+                    .first = share_.first_of_group(),
+                    .behind = share_.behind_of_group()};
+    share_.next_group();
+    return unit;
+  }
+  /// Every lane that writes waits and arrives itself.
+  __device__ void bring_queries(const Unit& unit) {
+    Barrier& full = shared_.queries_full[group_.stage];
+    shared_.queries_free[group_.stage].wait(group_.round - 1);
 #pragma unroll
-    for (int i = 0; i < kColumns / 32; ++i) shared.weights[group.stage][i * 32 + lane] = weights[i];
-    Barrier& full = shared.queries_full[group.stage];
-    if (lane > 0) {
+    for (int i = 0; i < kColumns / 32; ++i)
+      shared_.weights[group_.stage][i * 32 + lane_] = weights_[i];
+    if (lane_ > 0) {
       full.arrive();
     } else {
-      full.arrive_and_expect(sizeof(shared.queries[0]));
-      const auto first_row = static_cast<int>(share.group() * kQueries);
+      shared_.units[group_.stage] = unit;
+      full.arrive_and_expect(sizeof(shared_.queries[0]));
+      const auto first_row = static_cast<int>(unit.group * kQueries);
       for (int i = 0; i < kTiles<T>; ++i) {
-        copy_box(shared.queries[group.stage].tiles[i], q, full, i * kTileColumnsOfT, 0, first_row,
-                 0);
+        copy_box(shared_.queries[group_.stage].tiles[i], q_, full, i * kTileColumnsOfT, 0,
+                 first_row, 0);
       }
-      const int first_key = plan.first_key[share.group()];
-      const int behind = share.behind_of_group();
-      for (int tile = share.first_of_group(); tile < behind; ++tile, turn.next()) {
-        shared.free[turn.stage].wait(turn.round - 1);
-        shared.full[turn.stage].arrive_and_expect(sizeof(shared.keys[0]));
+    }
+    group_.next();
+  }
+  __device__ void bring_end() {
+    shared_.queries_free[group_.stage].wait(group_.round - 1);
+    if (lane_ == 0) shared_.units[group_.stage] = {};
+    shared_.queries_full[group_.stage].arrive();
+  }
+  __device__ void copy_keys(const Unit& unit, int first, int behind) {
+    if (lane_ == 0) {
+      for (int tile = first; tile < behind; ++tile, turn_.next()) {
+        Barrier& full = shared_.full[turn_.stage];
+        shared_.free[turn_.stage].wait(turn_.round - 1);
+        full.arrive_and_expect(sizeof(shared_.keys[0]));
         for (int i = 0; i < kTiles<T>; ++i) {
-          copy_box(shared.keys[turn.stage].tiles[i], k, shared.full[turn.stage],
-                   i * kTileColumnsOfT, first_key + tile * kTileKeys);
+          copy_box(shared_.keys[turn_.stage].tiles[i], k_, full, i * kTileColumnsOfT,
+                   unit.first_key + tile * kTileKeys);
         }
       }
     }
     __syncwarp();
   }
-}
+
+  const CUtensorMap& q_;
+  const CUtensorMap& k_;
+  const ScoreInputs& inputs_;
+  const Plan& plan_;
+  const int chunk_;
+  SharedStorage<T>& shared_;
+  const int lane_ = static_cast<int>(threadIdx.x) % 32;
+  Share share_;
+  float weights_[kColumns / 32];
+  Turn<kStages<T>> turn_;
+  Turn<kGroups> group_;
+};
 
 // Named barriers. The two warpgroups take turns at the matrix units.
 __device__ inline void wait_for_turn(int side) {
@@ -222,32 +292,29 @@ __device__ inline void compute_now(std::uint64_t& descriptor) {
 }
 
 template <class T, int kHeads, bool kPadded>
-__device__ void compute(const ScoreInputs& inputs, const Plan& plan, int chunk,
-                        SharedStorage<T>& shared) {
+__device__ void compute(const ScoreInputs& inputs, const Plan& plan, SharedStorage<T>& shared) {
   constexpr bool kScaled = sizeof(T) == 1;
   const int side = static_cast<int>(threadIdx.x) / kWarpgroup - 1;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int first_row = side * kRows + (static_cast<int>(threadIdx.x) % kWarpgroup) / 32 * 16;
   Turn<kStages<T>> turn;
-  Share share(plan, chunk, blockIdx.x, gridDim.x, lane);
-  if (side == 1 && !share.empty()) give_turn(0);
-  for (Turn<kGroups> group; !share.empty(); group.next()) {
+  if (side == 1) give_turn(0);
+  for (Turn<kGroups> group;; group.next()) {
     float weights[kColumns / 4];
     shared.queries_full[group.stage].wait(group.round);
+    const Unit& unit = shared.units[group.stage];
+    const int behind = unit.behind;
+    if (behind == 0) break;
     load_weights(weights, shared.weights[group.stage]);
-    const int first_key = plan.first_key[share.group()];
-    const int behind = share.behind_of_group();
-    int tile = share.first_of_group();
+    const int first_key = unit.first_key;
+    int tile = unit.first;
     constexpr int kLaneQueries = kColumns / kHeads / 4;
     Targets<kHeads> to;
 #pragma unroll
     for (int query = 0; query < kLaneQueries; ++query) {
-      to[query] = plan.scores_of_group(share.group(), chunk) +
-                  (lane % 4 * kLaneQueries + query) * plan.row_width(share.group()) +
+      to[query] = plan.scores + unit.scores + (lane % 4 * kLaneQueries + query) * unit.width +
                   std::int64_t{tile} * kTileKeys + first_row + lane / 4;
     }
-    share.next_group();
-    const bool is_last_group = share.empty();
     std::uint64_t queries[kTiles<T>];
 #pragma unroll
     for (int i = 0; i < kTiles<T>; ++i) {
@@ -276,8 +343,7 @@ __device__ void compute(const ScoreInputs& inputs, const Plan& plan, int chunk,
         }
       }
       wgmma_commit();
-      const bool is_last = tile + 1 == behind && is_last_group;
-      if (side == 0 || !is_last) give_turn(1 - side);
+      give_turn(1 - side);
       // Only now: whoever has the turn must not wait for memory.
       float scale[2];
       load_scales<kScaled>(scale, inputs, plan,
@@ -289,6 +355,7 @@ __device__ void compute(const ScoreInputs& inputs, const Plan& plan, int chunk,
       store_scores<kHeads, kPadded>(products, weights, scale, inputs.heads, to);
     }
   }
+  if (side == 0) wait_for_turn(0);  // the last one that was given
 }
 
 template <class T, int kHeads, bool kPadded>
@@ -318,12 +385,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < kWarpgroup) {
     lower_registers<kCopyRegisters>();
     if (threadIdx.x < 32) {
-      Share share(plan, chunk, blockIdx.x, gridDim.x, threadIdx.x);
-      bring<T, kHeads>(q, k, inputs, plan, share, shared);
+      Bringer<T, kHeads>(q, k, inputs, plan, chunk, shared).bring();
     }
   } else {
     set_registers<kMathRegisters>();
-    compute<T, kHeads, kPadded>(inputs, plan, chunk, shared);
+    compute<T, kHeads, kPadded>(inputs, plan, shared);
   }
 }
 
