@@ -5,7 +5,7 @@
 // A block has a tile of 128 keys in shared memory, 128 elements of each at a time, and goes over
 // the rows of a group: one row against 128 keys. bf16, f16 and e4m3 (as f16, which holds all of its
 // numbers) go through the tensor cores, 16 heads and 16 keys a warp; f32 through fp32 arithmetic,
-// one key and four heads a thread. A group's rows reuse the tile where an index row has no more
+// one key and eight heads a thread. A group's rows reuse the tile where an index row has no more
 // than 128 elements.
 #include <cstdint>
 #include <type_traits>

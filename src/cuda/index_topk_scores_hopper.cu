@@ -4,8 +4,8 @@
 // A product has 64 keys as its rows and 256 columns, which are the heads of a group of queries: 8
 // queries of up to 32 heads, or 4 of up to 64. Columns stand so that a lane holds all heads of its
 // queries: relu, weights and the sum over heads happen in its registers.
-//   warpgroup 0     one warp brings the weights of a group, and has Q copied, once a group, and
-//                   keys, 128 at a time, in stages
+//   warpgroup 0     one warp finds the tiles of a group that are next, brings its weights, and has
+//                   Q copied, once a group, and keys, 128 at a time, in stages
 //   warpgroups 1, 2 products and sums of the first and the last 64 keys of a tile, in turns: while
 //                   one sums up, the matrix units work for the other
 // Each thread block computes an equal and contiguous part of a chunk's tiles; its keys are read
@@ -51,7 +51,7 @@ struct Unit {
   std::int64_t scores;  // where those of the group begin in the buffer
   std::int64_t width;   // from one row to the next
   int first_key;
-  int first, behind;  // tiles, counted in the group; none: there are no more units
+  int first, behind;  // tiles, counted in the group; behind is 0 when there are no more units
 };
 
 template <class T>
@@ -170,6 +170,7 @@ class Bringer {
     }
     group_.next();
   }
+  /// A unit without tiles.
   __device__ void bring_end() {
     shared_.queries_free[group_.stage].wait(group_.round - 1);
     if (lane_ == 0) shared_.units[group_.stage] = {};
@@ -396,6 +397,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 std::uint32_t parts_of(std::int64_t heads) { return heads <= 32 ? 1 : 2; }
 
 /// q in the order of a product's columns: number of the head in its part, query, part; see Column.
+/// Strides of the copy engine need not be in the order of their sizes.
 Tensor by_column(const Tensor& q) {
   const std::int64_t heads = q.shape[1];
   const std::int64_t parts = parts_of(heads);

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The selection of index_topk: exact, from one pass over a row's scores.
+// The selection of index_topk, exact on every input.
 //
 // What is selected depends on the scores alone, not on the order in which threads come: a bound
 // splits a row's keys, and equal scores at the bound go by key.
-//   whole rows  have a slot for each of their keys. A warp takes one.
+//   whole rows  have a slot for each of their keys, and are to stand in their order. A warp takes
+//               one.
 //   Others take a thread block each, with candidates in its registers, in the order of their keys:
 //   short rows  are candidates, all of their keys.
 //   long rows   have more. Keys spread over the row tell a score that is likely below the bound. A
 //               pass over the row marks what reaches it, one bit a key; those are the candidates.
-//   If they are fewer than the slots after all, or more than registers, the row is read several
-//   times; also with more slots than candidates.
+//   Where that does not do, histograms of the whole row find the bound: with more slots than
+//   registers, where the guess has left fewer candidates than slots or more than registers, and
+//   where too many scores are close to the bound or infinite.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -21,8 +23,9 @@ namespace winnow::cuda::index_topk {
 namespace {
 
 constexpr int kBlockKeys = 32 * 4;  // that a warp looks at together, four neighbours a lane
-// That have their marks in shared memory. Few enough for the scores of all rows that are selected
-// from at a time to be in the L2 cache still when those that are marked are read again.
+// Blocks of keys whose marks are in shared memory at a time: few enough for the scores of all rows
+// that are selected from at a time to be in the L2 cache still when those that are marked are read
+// again.
 constexpr int kMarkedBlocks = 128;
 constexpr int kSample = 4;  // fours of a row that each thread looks at first
 constexpr int kSampleKeys = kSample * 4 * kThreads;
@@ -127,7 +130,7 @@ struct Slots {
     *reinterpret_cast<float4*>(scores + slot) = {of[0] + 0.0f, of[1] + 0.0f, of[2] + 0.0f,
                                                  of[3] + 0.0f};
   }
-  /// By all threads of a team, or of a warp.
+  /// By all threads of a block, or of a warp.
   __device__ void clear_from(int slot, int thread, int threads) const {
     fill(indices, slot, topk, -1, thread, threads);
     if (scores != nullptr) fill(scores, slot, topk, -INFINITY, thread, threads);
@@ -137,15 +140,14 @@ struct Slots {
 /// What can be selected of a row that has a slot for each of its keys, by a warp; returns how many.
 __device__ int select_whole(const Row& row, const Slots& slots) {
   constexpr int kLoads = 4;
-  constexpr int kWarpKeys = 32 * 4;
   const std::uint32_t own = threadIdx.x % 32 * 4;
   int written = 0;
-  for (std::uint32_t base = 0; base < row.count(); base += kLoads * kWarpKeys) {
+  for (std::uint32_t base = 0; base < row.count(); base += kLoads * kBlockKeys) {
     float4 fours[kLoads];
-    row.load(fours, [&](int b) { return base + b * kWarpKeys + own; });
+    row.load(fours, [&](int b) { return base + b * kBlockKeys + own; });
 #pragma unroll
     for (int b = 0; b < kLoads; ++b) {
-      const std::uint32_t place = base + b * kWarpKeys + own;
+      const std::uint32_t place = base + b * kBlockKeys + own;
       float scores[4];
       spread(row.in_window(fours[b], place), scores);
       std::uint32_t selected = 0;
@@ -154,7 +156,7 @@ __device__ int select_whole(const Row& row, const Slots& slots) {
       const int key = row.first + static_cast<int>(place);
       if (__all_sync(kAllLanes, selected == 4)) {
         slots.set_four(written + static_cast<int>(own), key, scores);
-        written += kWarpKeys;
+        written += kBlockKeys;
         continue;
       }
       const Prefix prefix = warp_prefix_sum(selected);
@@ -169,15 +171,15 @@ __device__ int select_whole(const Row& row, const Slots& slots) {
   return written;
 }
 
-/// Candidates of a row, in the order of their keys.
+/// What a block keeps of the row that it selects from.
 template <int kEach>
 struct RowStorage {
-  static constexpr std::uint32_t kMost = kEach * kThreads;
+  static constexpr std::uint32_t kMost = kEach * kThreads;  // candidates
   SharedStorage bound;
   uint4 marks[kMarkedBlocks];   // of keys: bit i of word j is that of key 4 i + j of a block
-  std::uint32_t places[kMost];  // in the row
+  std::uint32_t places[kMost];  // of candidates, in the row
   float scores[kMost];
-  std::uint32_t before[kEach * kWarps];
+  std::uint32_t before[kEach * kWarps];  // slots before those of 32 neighbouring candidates
 };
 
 /// The range of all threads' scores. NaN are none.
@@ -414,7 +416,7 @@ __device__ int select_many(RowStorage<kEach>& shared, const Row& row, const Slot
 /// Selects from a row; returns how many.
 template <int kEach>
 __device__ int select(RowStorage<kEach>& shared, const Row& row, const Slots& slots) {
-  constexpr int kFewer = kEach * 3 / 4;
+  constexpr int kFewer = kEach * 3 / 4;  // as most rows have
   int written = -1;
   if (row.count() <= shared.kMost) {
     // The row may begin with up to three keys before the window.
@@ -556,7 +558,7 @@ __global__ void __launch_bounds__(kThreads, kEach > 16 ? 2 : 4)
   }
 }
 
-/// Candidates are a few more than the slots.
+/// Whether 4096 candidates are enough: the guess adds some to the slots.
 bool has_few_slots(const IndexTopkForward& args) { return args.indices.shape[1] <= 2560; }
 
 std::int64_t blocks_of(const IndexTopkForward& args) {

@@ -16,7 +16,8 @@ namespace winnow::cuda {
 bool can_have_tensor_map(const Tensor& tensor);
 
 /// For copies of boxes of `box[i]` elements along dimension i into rows of 128 bytes with the
-/// 128-byte swizzle; the last of `box` fills such a row. What lies outside of the tensor is zeros.
+/// 128-byte swizzle; those along the last of up to four dimensions fill such a row. What lies
+/// outside of the tensor is zeros.
 CUtensorMap make_tensor_map(const Tensor& tensor, const std::array<std::uint32_t, 4>& box);
 
 }  // namespace winnow::cuda

@@ -16,6 +16,19 @@ inline constexpr int kBins = 1 << kBinBits;
 inline constexpr std::uint32_t kFew = kThreads;  // that are compared each with all
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
+// The image of a score is an unsigned integer in the order of selection: larger first, +0 and -0
+// equal. That of what is never selected, NaN and -inf, is 0.
+__device__ inline std::uint32_t image_of(float score) {
+  const auto bits = __float_as_int(score + 0.0f);
+  const auto image = static_cast<std::uint32_t>(bits ^ (bits >> 31 | INT32_MIN));
+  constexpr std::uint32_t kLeastImage = 0x0080'0000u;  // of the lowest finite number
+  constexpr std::uint32_t kMostImage = 0xff80'0000u;   // of infinity
+  return image - kLeastImage <= kMostImage - kLeastImage ? image : 0;
+}
+__device__ inline float score_of(std::uint32_t image) {
+  return __uint_as_float(image & 0x8000'0000u ? image & 0x7fff'ffffu : ~image);
+}
+
 /// Candidates above `image` are kept, and of those equal to it the ones up to number `last`.
 struct Bound {
   std::uint32_t image;
@@ -115,8 +128,8 @@ struct EvenBins {
   }
 };
 
-/// Values to bins, in their order: evenly over the scores at first, evenly over the values where
-/// that fails; each time a third of their bits are settled.
+/// Values to bins, in their order: evenly over the scores at first, then evenly over the values,
+/// which settles as many of their bits as the number of a bin has.
 class Binning {
  public:
   __device__ Binning() = default;
@@ -139,8 +152,8 @@ __device__ inline void clear_bins(SharedStorage& shared) {
   if (threadIdx.x == 0) shared.few = 0;
 }
 
-/// The bin in which the value is that `wanted` values reach, how many are in it and above it, and
-/// in all bins.
+/// The bin in which the value is that `wanted` values reach, how many are in it and above it; if
+/// there are fewer, only `all`, those in all bins.
 struct WantedBin {
   std::uint32_t bin, of_bin, above, all;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps of index_topk: rows that need no scores; scores of a chunk, by one of three kernels;
+// The steps of index_topk: rows that need no scores; scores of a chunk, by one of two kernels;
 // the selection from them; and replay, which scores given keys.
 #pragma once
 

@@ -41,20 +41,6 @@ struct Plan {
   __device__ int window_end(std::int64_t t) const { return end[t] > keys ? keys : end[t]; }
 };
 
-// The image of a score is an unsigned integer in the order of selection: larger first, +0 and -0
-// equal. That of what is never selected, NaN and -inf, is 0.
-inline constexpr std::uint32_t kLeastImage = 0x0080'0000u;  // of the lowest finite number
-
-__device__ inline std::uint32_t image_of(float score) {
-  const auto bits = __float_as_int(score + 0.0f);
-  const auto image = static_cast<std::uint32_t>(bits ^ (bits >> 31 | INT32_MIN));
-  constexpr std::uint32_t kMostImage = 0xff80'0000u;  // of infinity
-  return image - kLeastImage <= kMostImage - kLeastImage ? image : 0;
-}
-__device__ inline float score_of(std::uint32_t image) {
-  return __uint_as_float(image & 0x8000'0000u ? image & 0x7fff'ffffu : ~image);
-}
-
 /// max(x, 0) that keeps NaN.
 __device__ inline float positive_part(float x) {
   float y;
