@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the tests: reproducible properties, one thread for torch's small products."""
+"""Settings of the tests: reproducible properties, one thread for torch's small products; ranks."""
 
+import pytest
 import torch
 from hypothesis import settings
+from ranks import Ranks
 
 settings.register_profile(
     "winnow", deadline=None, derandomize=True, database=None, max_examples=150, print_blob=False
 )
 settings.load_profile("winnow")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    with Ranks(2, str(tmp_path_factory.mktemp("ranks") / "store")) as started:
+        yield started
