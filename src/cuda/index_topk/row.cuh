@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is selected from and what is selected into: a row of scores and its window, and its slots.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/index_topk/plan.cuh"
+
+namespace winnow::cuda::index_topk {
+
+/// Stands for a key outside of the window: never selected.
+__device__ inline float no_score() { return __uint_as_float(0x7fff'ffffu); }
+
+__device__ inline bool can_be_selected(float score) { return score > -INFINITY; }
+
+__device__ inline void spread(float4 four, float (&scores)[4]) {
+  scores[0] = four.x;
+  scores[1] = four.y;
+  scores[2] = four.z;
+  scores[3] = four.w;
+}
+
+struct Row {
+  const float* scores;  // of key `first` and behind
+  int first;            // a multiple of 4
+  int begin, end;       // the window
+  __device__ std::uint32_t count() const { return static_cast<std::uint32_t>(end - first); }
+  /// Whether the key first + i is in the window.
+  __device__ bool sees(std::uint32_t i) const {
+    return static_cast<int>(i) >= begin - first && i < count();
+  }
+  /// Of the key first + i; NaN if it cannot be selected.
+  __device__ float score(std::uint32_t i) const {
+    const float score = sees(i) ? scores[i] : no_score();
+    return can_be_selected(score) ? score : no_score();
+  }
+  /// Four neighbours from first + i on, without those outside of the window; i is a multiple of 4.
+  __device__ float4 in_window(float4 four, std::uint32_t i) const {
+    if (i > 0 && i + 4 <= count()) return four;
+    if (!sees(i)) four.x = no_score();
+    if (!sees(i + 1)) four.y = no_score();
+    if (!sees(i + 2)) four.z = no_score();
+    if (!sees(i + 3)) four.w = no_score();
+    return four;
+  }
+  /// Fours from the places that `place(b)` gives, to be looked at through `in_window`, when all
+  /// loads are on their way.
+  template <int kCount, class Place>
+  __device__ void load(float4 (&fours)[kCount], Place place) const {
+#pragma unroll
+    for (int b = 0; b < kCount; ++b) {
+      const std::uint32_t i = place(b);
+      fours[b] = i < count() ? __ldcg(reinterpret_cast<const float4*>(scores + i)) : float4{};
+    }
+  }
+};
+
+/// The row's scores and window.
+__device__ inline Row row_of(const Plan& plan, int chunk, std::int64_t t) {
+  const std::int64_t group = t / plan.rows_per_group;
+  const int first = plan.first_key[group];
+  Row row{plan.scores_of_group(group, chunk) + t % plan.rows_per_group * plan.row_width(group),
+          first, plan.window_begin(t), plan.window_end(t)};
+  if (row.end <= row.begin) row.end = row.begin = first;
+  // Nothing before the window is read, but for the rest of its four neighbours.
+  const int skipped = (row.begin - first) / 4 * 4;
+  row.scores += skipped;
+  row.first += skipped;
+  return row;
+}
+
+/// values[first], ..., values[count - 1] = value, by a number of threads, in fours where they are
+/// aligned.
+template <class T>
+__device__ void fill(T* values, int first, int count, T value, int thread, int threads) {
+  constexpr int kFour = 4;
+  struct alignas(kFour * sizeof(T)) Four {
+    T of[kFour];
+  };
+  const auto address = reinterpret_cast<std::uintptr_t>(values + first) / sizeof(T);
+  const int head = min(static_cast<int>((kFour - address % kFour) % kFour), count - first);
+  for (int i = first + thread; i < first + head; i += threads) values[i] = value;
+  first += head;
+  const int behind_fours = first + (count - first) / kFour * kFour;
+  for (int i = first + thread * kFour; i < behind_fours; i += threads * kFour) {
+    *reinterpret_cast<Four*>(values + i) = {value, value, value, value};
+  }
+  for (int i = behind_fours + thread; i < count; i += threads) values[i] = value;
+}
+
+struct Slots {
+  std::int32_t* indices;
+  float* scores;  // or null
+  int topk;
+
+  __device__ void set(int slot, int key, float score) const {
+    indices[slot] = key;
+    if (scores != nullptr) scores[slot] = score + 0.0f;  // -0 is 0
+  }
+  /// Four neighbours.
+  __device__ void set_four(int slot, int key, const float (&of)[4]) const {
+    const auto is_aligned = [&](const auto* values) {
+      return reinterpret_cast<std::uintptr_t>(values + slot) % 16 == 0;
+    };
+    if (!is_aligned(indices) || (scores != nullptr && !is_aligned(scores))) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) set(slot + j, key + j, of[j]);
+      return;
+    }
+    *reinterpret_cast<int4*>(indices + slot) = {key, key + 1, key + 2, key + 3};
+    if (scores == nullptr) return;
+    *reinterpret_cast<float4*>(scores + slot) = {of[0] + 0.0f, of[1] + 0.0f, of[2] + 0.0f,
+                                                 of[3] + 0.0f};
+  }
+  /// By all threads of a block, or of a warp.
+  __device__ void clear_from(int slot, int thread, int threads) const {
+    fill(indices, slot, topk, -1, thread, threads);
+    if (scores != nullptr) fill(scores, slot, topk, -INFINITY, thread, threads);
+  }
+};
+
+}  // namespace winnow::cuda::index_topk
