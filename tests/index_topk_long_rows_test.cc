@@ -86,7 +86,8 @@ TEST_P(LongRows, AreSelectedExactly) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Slots, LongRows, ::testing::Values(1, 7, 100, 2048, 4096, 65536));
+INSTANTIATE_TEST_SUITE_P(Slots, LongRows,
+                         ::testing::Values(1, 7, 100, 2048, 2560, 4096, 5500, 8192, 65536));
 
 TEST(LongRowsOf, ManySlotsAreSelectedExactly) {
   on_each_backend([](Backend backend) {
@@ -94,6 +95,19 @@ TEST(LongRowsOf, ManySlotsAreSelectedExactly) {
       SCOPED_TRACE(content.name);
       for (const std::int64_t topk : {2048, 20000, 65536}) {
         const Indexer ix = with_signs(row_of(content, 140001, topk));
+        expect_selected(select(ix, on(backend)), plain_selection(ix));
+      }
+    }
+  });
+}
+
+TEST(LongRowsOf, AnyLengthAreSelectedExactly) {
+  on_each_backend([](Backend backend) {
+    // Around the numbers of keys that a backend may have at a time.
+    for (std::int64_t keys = 4096 + 8 - 4; keys <= 4096 + 8 + 5; ++keys) {
+      for (std::int32_t begin = 4; begin < 8; ++begin) {
+        Indexer ix = with_signs(row_of(contents()[0], keys, 2048));
+        ix.begin = {begin};
         expect_selected(select(ix, on(backend)), plain_selection(ix));
       }
     }

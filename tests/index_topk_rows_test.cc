@@ -255,6 +255,23 @@ TEST(IndexTopkFp8, KeepsNanKeysOut) {
   });
 }
 
+TEST(IndexTopkFp8, ScoresDoNotDependOnTheScalesOfOtherKeys) {
+  on_each_backend([](Backend backend) {
+    Indexer ix = filled(
+        {.tokens = 5, .keys = 200, .heads = 32, .dim = 128, .topk = 150, .dtype = DType::f8_e4m3},
+        37);
+    ix.k_scale = whole_numbers(ix.keys, 37, "k_scale", 1, 100);
+    for (double& scale : ix.k_scale) scale /= 37;
+    ix.begin.assign(5, 3);
+    ix.end.assign(5, 150);
+    const Selected expected = select(ix, on(backend));
+    for (const double scale : {0.0, -1.0, kInfinity, kNaN}) {
+      ix.k_scale[1] = ix.k_scale[150] = scale;
+      expect_same_bits(select(ix, on(backend)), expected);
+    }
+  });
+}
+
 // ---- Backward.
 
 TEST(IndexTopkBackward, InvalidSlotsTouchNothing) {

@@ -112,14 +112,18 @@ class Bringer {
         share_(plan, chunk, blockIdx.x, gridDim.x, lane_) {}
 
   __device__ void bring() {
-    Unit unit = next_unit();
+    Unit unit = unit_of_group();
     while (unit.behind > 0) {
       bring_queries(unit);
-      // The next unit is found while keys are on their way.
+      // The next unit is found in two steps, each while as many keys are on their way as there are
+      // stages.
       const int soon = min(unit.first + kStages<T>, unit.behind);
+      const int later = min(soon + kStages<T>, unit.behind);
       copy_keys(unit, unit.first, soon);
-      const Unit next = next_unit();
-      copy_keys(unit, soon, unit.behind);
+      share_.next_group();
+      copy_keys(unit, soon, later);
+      const Unit next = unit_of_group();
+      copy_keys(unit, later, unit.behind);
       unit = next;
     }
     bring_end();
@@ -129,8 +133,8 @@ class Bringer {
   static constexpr int kQueries = kColumns / kHeads;
   static constexpr int kTileColumnsOfT = kTileRowBytes / static_cast<int>(sizeof(T));
 
-  /// And loads its weights.
-  __device__ Unit next_unit() {
+  /// The unit of the share's group, if there is one; loads its weights.
+  __device__ Unit unit_of_group() {
     if (share_.empty()) return {};
     const std::int64_t group = share_.group();
 #pragma unroll
@@ -141,14 +145,12 @@ class Bringer {
       weights_[i] =
           is_there ? inputs_.weights[t * inputs_.weights_row + column.head(inputs_.heads)] : 0.0f;
     }
-    const Unit unit{.group = group,
-                    .scores = plan_.scores_of_group(group, chunk_) - plan_.scores,
-                    .width = plan_.row_width(group),
-                    .first_key = plan_.first_key[group],
-                    .first = share_.first_of_group(),
-                    .behind = share_.behind_of_group()};
-    share_.next_group();
-    return unit;
+    return {.group = group,
+            .scores = plan_.scores_of_group(group, chunk_) - plan_.scores,
+            .width = plan_.row_width(group),
+            .first_key = plan_.first_key[group],
+            .first = share_.first_of_group(),
+            .behind = share_.behind_of_group()};
   }
   /// Every lane that writes waits and arrives itself.
   __device__ void bring_queries(const Unit& unit) {
@@ -279,9 +281,13 @@ __device__ void load_scales(float (&scale)[2], const ScoreInputs& inputs, const 
 __device__ inline void scale_products(float (&products)[128], float (&scale)[2]) {
   const auto commutes = [](float x) { return x > 0 && x <= 3.4e38f; };
   if (__all_sync(0xffffffffu, commutes(scale[0]) && commutes(scale[1]))) return;
+  // Each key by itself: what is rounded does not depend on its neighbours.
+  const float factor[2] = {commutes(scale[0]) ? 1.0f : scale[0],
+                           commutes(scale[1]) ? 1.0f : scale[1]};
 #pragma unroll
-  for (int i = 0; i < 128; ++i) products[i] *= scale[i / 2 % 2];
-  scale[0] = scale[1] = 1.0f;
+  for (int i = 0; i < 128; ++i) products[i] *= factor[i / 2 % 2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) scale[half] = commutes(scale[half]) ? scale[half] : 1.0f;
 }
 
 /// Keeps the compiler from putting off a descriptor until this warpgroup has its turn. The upper
@@ -449,7 +455,7 @@ std::string why_not_hopper(const IndexTopkForward& args) {
   if (args.q.dtype == DType::f32) return "takes bf16, f16 and f8_e4m3";
   if (args.q.shape[2] != kDim) return "takes index_dim 128";
   if (args.q.shape[1] > 64) return "takes up to 64 heads";
-  if (args.q.shape[0] > 0 && !can_have_tensor_map(args.q))
+  if (args.q.shape[0] > 0 && !can_have_tensor_map(by_column(args.q)))
     return "takes rows of q that begin at 16-byte boundaries, one behind another";
   if (args.k.shape[0] > 0 && !can_have_tensor_map(args.k))
     return "takes rows of k that begin at 16-byte boundaries, one behind another";

@@ -83,6 +83,10 @@ __device__ inline float likely_least(SharedStorage& shared, const Row& row, int 
       scores[4 * b + 2] = four.z;
       scores[4 * b + 3] = four.w;
     }
+#pragma unroll
+    for (int i = 0; i < kSample * 4; ++i) {
+      if (!can_be_selected(scores[i])) scores[i] = no_score();
+    }
     if (round == 0) {
       clear_bins(shared);
       const Range range = range_of_scores(shared, scores);
@@ -146,28 +150,20 @@ __device__ std::uint32_t collect(RowStorage<kEach>& shared, const Row& row, floa
     const std::uint32_t blocks = min(all_blocks - first, std::uint32_t{kMarkedBlocks});
     mark(shared.marks, row, least, first, blocks);
     __syncthreads();
-    // Neighbouring blocks for each thread.
-    const std::uint32_t each = (blocks + kThreads - 1) / kThreads;
-    const std::uint32_t own = min(threadIdx.x * each, blocks);
-    const std::uint32_t behind = min(own + each, blocks);
-    std::uint32_t of_thread = 0;
-    for (std::uint32_t block = own; block < behind; ++block) {
-      const uint4 marks = shared.marks[block];
-      of_thread += __popc(marks.x) + __popc(marks.y) + __popc(marks.z) + __popc(marks.w);
-    }
-    const Prefix prefix = prefix_sum(shared.bound, of_thread);
+    // A block for each thread.
+    static_assert(kMarkedBlocks <= kThreads);
+    const uint4 marks = threadIdx.x < blocks ? shared.marks[threadIdx.x] : uint4{};
+    const Prefix prefix = prefix_sum(
+        shared.bound, __popc(marks.x) + __popc(marks.y) + __popc(marks.z) + __popc(marks.w));
     if (count + prefix.all > shared.kMost) return shared.kMost + 1;
     std::uint32_t to = count + prefix.before;
-    for (std::uint32_t block = own; block < behind; ++block) {
-      const uint4 marks = shared.marks[block];
-      for (unsigned lanes = marks.x | marks.y | marks.z | marks.w; lanes != 0; lanes &= lanes - 1) {
-        const int lane = __ffs(static_cast<int>(lanes)) - 1;
-        const std::uint32_t place = (first + block) * kBlockKeys + lane * 4;
-        if (marks.x >> lane & 1) shared.places[to++] = place;
-        if (marks.y >> lane & 1) shared.places[to++] = place + 1;
-        if (marks.z >> lane & 1) shared.places[to++] = place + 2;
-        if (marks.w >> lane & 1) shared.places[to++] = place + 3;
-      }
+    for (unsigned lanes = marks.x | marks.y | marks.z | marks.w; lanes != 0; lanes &= lanes - 1) {
+      const int lane = __ffs(static_cast<int>(lanes)) - 1;
+      const std::uint32_t place = (first + threadIdx.x) * kBlockKeys + lane * 4;
+      if (marks.x >> lane & 1) shared.places[to++] = place;
+      if (marks.y >> lane & 1) shared.places[to++] = place + 1;
+      if (marks.z >> lane & 1) shared.places[to++] = place + 2;
+      if (marks.w >> lane & 1) shared.places[to++] = place + 3;
     }
     __syncthreads();
     for (std::uint32_t i = count + threadIdx.x; i < count + prefix.all; i += kThreads)
@@ -247,7 +243,7 @@ __device__ int select_from(RowStorage<kMostEach>& shared, const Row& row, const 
 /// Selects from a row for any number of slots and any scores; returns how many.
 template <int kEach>
 __device__ int select_many(RowStorage<kEach>& shared, const Row& row, const Slots& slots) {
-  const auto image_at = [&](std::uint32_t i) { return image_of(row.score(i)); };
+  const auto image_at = [&](std::uint32_t i) { return row.sees(i) ? image_of(row.scores[i]) : 0; };
   const Bound bound = find_bound(shared.bound, slots.topk, [&](auto use) {
     for (std::uint32_t i = threadIdx.x; i < row.count(); i += kThreads) use(image_at(i), i);
   });
@@ -278,9 +274,9 @@ __device__ int select(RowStorage<kEach>& shared, const Row& row, const Slots& sl
         shared, row, slots, row.count() - first,
         [&](std::uint32_t i) { return row.scores[first + i]; },
         [&](std::uint32_t i) { return first + i; });
-  } else if (slots.topk <= shared.kMost) {
+  } else if (slots.topk <= kFewer * kThreads) {  // the guess adds some
     const float least = likely_least(shared.bound, row, slots.topk);
-    const std::uint32_t count = collect(shared, row, least);
+    const std::uint32_t count = can_be_selected(least) ? collect(shared, row, least) : 0;
     const auto score = [&](std::uint32_t i) { return shared.scores[i]; };
     const auto place = [&](std::uint32_t i) { return shared.places[i]; };
     if (count >= slots.topk && count <= kFewer * kThreads) {

@@ -37,8 +37,9 @@ struct Plan {
     return (first_tile[group + 1] - first_tile[group]) * kTileKeys;
   }
   __device__ bool is_done(std::int64_t t) const { return done != nullptr && done[t] != 0; }
-  __device__ int window_begin(std::int64_t t) const { return begin[t] < 0 ? 0 : begin[t]; }
-  __device__ int window_end(std::int64_t t) const { return end[t] > keys ? keys : end[t]; }
+  __device__ int window_begin(std::int64_t t) const { return within_keys(begin[t]); }
+  __device__ int window_end(std::int64_t t) const { return within_keys(end[t]); }
+  __device__ int within_keys(int key) const { return min(max(key, 0), keys); }
 };
 
 /// max(x, 0) that keeps NaN.

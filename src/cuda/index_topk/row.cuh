@@ -29,11 +29,6 @@ struct Row {
   __device__ bool sees(std::uint32_t i) const {
     return static_cast<int>(i) >= begin - first && i < count();
   }
-  /// Of the key first + i; NaN if it cannot be selected.
-  __device__ float score(std::uint32_t i) const {
-    const float score = sees(i) ? scores[i] : no_score();
-    return can_be_selected(score) ? score : no_score();
-  }
   /// Four neighbours from first + i on, without those outside of the window; i is a multiple of 4.
   __device__ float4 in_window(float4 four, std::uint32_t i) const {
     if (i > 0 && i + 4 <= count()) return four;
