@@ -14,7 +14,8 @@ namespace winnow::harness {
 /// there is no cuBLAS.
 std::optional<double> device_product_rate(Device device);
 
-/// Fills the device's cache with what no tensor holds.
+/// Fills the device's cache with what no tensor holds. Only enqueued, on the default stream: the
+/// host starts what comes next meanwhile, so that its own time is not in what is measured then.
 void flush_device_cache(Device device);
 
 /// Seconds from the start to the end of what `call` enqueues on the default stream, by the device's

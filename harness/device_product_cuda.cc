@@ -161,9 +161,10 @@ void flush_device_cache(Device device) {
   check(cudaSetDevice(device.index));
   check(cudaDeviceGetAttribute(&cache_bytes, cudaDevAttrL2CacheSize, device.index));
   const std::size_t bytes = std::size_t{kCacheSizes} * static_cast<std::size_t>(cache_bytes);
-  const Memory memory = allocate(device, bytes);
-  check(cudaMemset(memory.get(), 0, bytes));
-  check(cudaDeviceSynchronize());
+  void* memory = nullptr;
+  check(cudaMallocAsync(&memory, bytes, nullptr));
+  check(cudaMemsetAsync(memory, 0, bytes, nullptr));
+  check(cudaFreeAsync(memory, nullptr));
 }
 
 double time_on_device(Device device, const std::function<void()>& call) {
