@@ -32,7 +32,8 @@ struct Sizes {
   std::int64_t done;
 
   std::size_t score_bytes() const {
-    return static_cast<std::size_t>((chunk_tiles + group_tiles) * tile_bytes);
+    // What the last group of a chunk counts for taking it up needs no room.
+    return static_cast<std::size_t>((chunk_tiles + group_tiles - 1) * tile_bytes);
   }
   std::size_t workspace_bytes() const {
     return Workspace::bytes({(groups + 1) * sizeof(std::int64_t), groups * sizeof(std::int32_t),
@@ -45,10 +46,11 @@ struct Sizes {
 Sizes sizes_of(const IndexTopkForward& args, int rows_per_group, const Execution& execution) {
   Sizes sizes{};
   sizes.groups = (args.q.shape[0] + rows_per_group - 1) / rows_per_group;
-  sizes.group_tiles = (args.k.shape[0] + kTileKeys - 1) / kTileKeys;
+  const std::int64_t keys = args.k.shape[0];
+  sizes.group_tiles = keys == 0 ? 0 : (keys + kTileKeys - 1) / kTileKeys + 1;
   sizes.tile_bytes = std::int64_t{rows_per_group} * kTileKeys * 4;
   sizes.scratch = select_scratch(args);
-  sizes.magnitudes = has_whole_windows(args) ? args.k.shape[0] : 0;
+  sizes.magnitudes = has_whole_windows(args) ? keys : 0;
   sizes.done = has_whole_windows(args) ? args.q.shape[0] : 0;
   const std::int64_t all_tiles = std::max<std::int64_t>(sizes.groups * sizes.group_tiles, 1);
   sizes.chunk_tiles = all_tiles;
@@ -85,7 +87,8 @@ __global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan
       high = max(high, end);
     }
     const int first = low < high ? low / 4 * 4 : 0;
-    std::int64_t tiles = low < high ? (std::int64_t{high} - first + kTileKeys - 1) / kTileKeys : 0;
+    std::int64_t tiles =
+        low < high ? (std::int64_t{high} - first + kTileKeys - 1) / kTileKeys + 1 : 0;
     std::int64_t start;
     std::int64_t all;
     Scan(scan).ExclusiveSum(tiles, start, all);

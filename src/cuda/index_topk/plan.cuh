@@ -3,6 +3,10 @@
 // all keys that any of them sees, in tiles of 128 keys. Groups stand one behind another in a buffer
 // of bounded size; what does not fit comes in the next chunk. All of it is found on the device,
 // from the windows.
+//
+// A group that has tiles counts one more, for what a thread block spends on taking up a group: on
+// Hopper about as long as a tile, so that equal numbers are equal work. Its place in the buffer,
+// behind the group's scores, stays empty.
 #pragma once
 
 #include <cstdint>
@@ -33,8 +37,9 @@ struct Plan {
   __device__ float* scores_of_group(std::int64_t group, int chunk) const {
     return scores + (first_tile[group] - chunk * chunk_tiles) * kTileKeys * rows_per_group;
   }
+  /// Of a group that has tiles.
   __device__ std::int64_t row_width(std::int64_t group) const {
-    return (first_tile[group + 1] - first_tile[group]) * kTileKeys;
+    return (first_tile[group + 1] - first_tile[group] - 1) * kTileKeys;
   }
   __device__ bool is_done(std::int64_t t) const { return done != nullptr && done[t] != 0; }
   __device__ int window_begin(std::int64_t t) const { return within_keys(begin[t]); }
@@ -79,12 +84,13 @@ class Share {
 
   __device__ bool empty() const { return tile_ >= behind_; }
   __device__ std::int64_t group() const { return group_; }
-  /// The first of this share's tiles of the group, counted in the group, and the one behind them.
+  /// The first of this share's tiles of the group, counted from its first keys on, and the one
+  /// behind them. Of its last group a share may have no more than taking it up: 0 and 0.
   __device__ int first_of_group() const {
-    return static_cast<int>(tile_ - plan_.first_tile[group_]);
+    return static_cast<int>(max(tile_ - plan_.first_tile[group_] - 1, std::int64_t{0}));
   }
   __device__ int behind_of_group() const {
-    return static_cast<int>(end_of_group() - plan_.first_tile[group_]);
+    return static_cast<int>(end_of_group() - plan_.first_tile[group_] - 1);
   }
   __device__ void next_group() {
     tile_ = end_of_group();
