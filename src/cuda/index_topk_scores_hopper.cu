@@ -8,7 +8,7 @@
 //                   Q copied, once a group, and keys, 128 at a time, in stages
 //   warpgroups 1, 2 products and sums of the first and the last 64 keys of a tile, in turns: while
 //                   one sums up, the matrix units work for the other
-// Each thread block computes an equal and contiguous part of a chunk's tiles; its keys are read
+// Each thread block computes an equal and contiguous part of a chunk; its keys are read
 // about when other blocks read them, out of the L2 cache. Q of the next group comes while the last
 // keys of a group are used. Shared memory: twice 64 KiB of Q and three times 32 KiB of keys; with
 // e4m3 half of that, and a stage more. Runs against the matrix units.
@@ -115,15 +115,12 @@ class Bringer {
     Unit unit = unit_of_group();
     while (unit.behind > 0) {
       bring_queries(unit);
-      // The next unit is found in two steps, each while as many keys are on their way as there are
-      // stages.
+      // The next unit is found while keys are on their way.
       const int soon = min(unit.first + kStages<T>, unit.behind);
-      const int later = min(soon + kStages<T>, unit.behind);
       copy_keys(unit, unit.first, soon);
       share_.next_group();
-      copy_keys(unit, soon, later);
       const Unit next = unit_of_group();
-      copy_keys(unit, later, unit.behind);
+      copy_keys(unit, soon, unit.behind);
       unit = next;
     }
     bring_end();
@@ -152,24 +149,23 @@ class Bringer {
             .first = share_.first_of_group(),
             .behind = share_.behind_of_group()};
   }
-  /// Every lane that writes waits and arrives itself.
+  /// Every lane that writes waits and arrives itself. The queries first: they take longest.
   __device__ void bring_queries(const Unit& unit) {
     Barrier& full = shared_.queries_full[group_.stage];
     shared_.queries_free[group_.stage].wait(group_.round - 1);
-#pragma unroll
-    for (int i = 0; i < kColumns / 32; ++i)
-      shared_.weights[group_.stage][i * 32 + lane_] = weights_[i];
-    if (lane_ > 0) {
-      full.arrive();
-    } else {
-      shared_.units[group_.stage] = unit;
-      full.arrive_and_expect(sizeof(shared_.queries[0]));
+    if (lane_ == 0) {
+      full.expect(sizeof(shared_.queries[0]));
       const auto first_row = static_cast<int>(unit.group * kQueries);
       for (int i = 0; i < kTiles<T>; ++i) {
         copy_box(shared_.queries[group_.stage].tiles[i], q_, full, i * kTileColumnsOfT, 0,
                  first_row, 0);
       }
+      shared_.units[group_.stage] = unit;
     }
+#pragma unroll
+    for (int i = 0; i < kColumns / 32; ++i)
+      shared_.weights[group_.stage][i * 32 + lane_] = weights_[i];
+    full.arrive();
     group_.next();
   }
   /// A unit without tiles.
@@ -266,8 +262,7 @@ __device__ void store_scores(float (&products)[128], const float (&weights)[kCol
   for (int query = 0; query < kLaneQueries; ++query) to[query] += kTileKeys;
 }
 
-/// Of the two keys whose products a lane holds. A scale that does not commute with max (negative,
-/// infinite, NaN) goes into the products instead.
+/// Of the two keys whose products a lane holds.
 template <bool kScaled>
 __device__ void load_scales(float (&scale)[2], const ScoreInputs& inputs, const Plan& plan,
                             std::uint32_t key) {
@@ -278,6 +273,8 @@ __device__ void load_scales(float (&scale)[2], const ScoreInputs& inputs, const 
     scale[half] = kScaled && is_key ? __ldg(inputs.k_scale + s) : 1.0f;
   }
 }
+/// A scale that does not commute with max (zero, negative, infinite, NaN) goes into the products
+/// instead of the sums.
 __device__ inline void scale_products(float (&products)[128], float (&scale)[2]) {
   const auto commutes = [](float x) { return x > 0 && x <= 3.4e38f; };
   if (__all_sync(0xffffffffu, commutes(scale[0]) && commutes(scale[1]))) return;
@@ -373,10 +370,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                              const __grid_constant__ Plan plan, int chunk) {
   extern __shared__ __align__(1024) std::byte memory[];
   SharedStorage<T>& shared = *reinterpret_cast<SharedStorage<T>*>(memory);
-  wait_for_launch_before();
-  if (plan.first_tile[plan.first_group[chunk]] == plan.first_tile[plan.first_group[chunk + 1]])
-    return;
   if (threadIdx.x == 0) {
+    prefetch(q);
+    prefetch(k);
     constexpr int kMathWarps = 2 * kWarpgroup / 32;
     for (int i = 0; i < kStages<T>; ++i) {
       shared.full[i].init(1);
@@ -389,6 +385,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
+  wait_for_launch_before();
+  if (plan.first_tile[plan.first_group[chunk]] == plan.first_tile[plan.first_group[chunk + 1]])
+    return;
   if (threadIdx.x < kWarpgroup) {
     lower_registers<kCopyRegisters>();
     if (threadIdx.x < 32) {

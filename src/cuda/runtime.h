@@ -114,8 +114,8 @@ void launch(void (*kernel)(Parameters...), const Launch& how, Arguments&&... arg
 }
 
 #ifdef __CUDACC__
-/// The first thing that every thread of an early launch does, however little it has to do: nothing
-/// that the launch before has written is there before.
+/// What every thread of an early launch does before anything with global memory, however little it
+/// has to do: nothing that the launch before has written is there before.
 __device__ inline void wait_for_launch_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -22,7 +22,14 @@ struct Barrier {
   __device__ void arrive() {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&state)) : "memory");
   }
-  /// Arrives, and holds the phase until the copy engine has brought that many bytes.
+  /// Holds the phase until the copy engine has brought that many bytes.
+  __device__ void expect(int bytes) {
+    asm volatile(
+        "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&state)),
+        "r"(bytes)
+        : "memory");
+  }
+  /// Arrives, and expects that many bytes.
   __device__ void arrive_and_expect(int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state)),
                  "r"(bytes)

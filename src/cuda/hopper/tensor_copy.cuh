@@ -10,6 +10,11 @@
 
 namespace winnow::hopper {
 
+/// Has the map read before the first copy needs it.
+__device__ inline void prefetch(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 /// From element (column, row) on.
 __device__ inline void copy_box(void* shared, const CUtensorMap& map, Barrier& barrier, int column,
                                 int row) {
