@@ -95,11 +95,11 @@ __device__ void sort_by_score(std::int32_t* keys, float* scores, int count) {
 }
 
 __device__ Slots slots_of(const Outputs& outputs, std::int64_t t) {
-  float* const scores = outputs.scores != nullptr ? outputs.scores + t * outputs.scores_row
+  float* const scores = outputs.scores != nullptr ? held(outputs.scores + t * outputs.scores_row)
                         : outputs.by_score
                             ? outputs.scratch + blockIdx.x * std::int64_t{outputs.topk}
                             : nullptr;
-  return {outputs.indices + t * outputs.indices_row, scores, outputs.topk};
+  return {held(outputs.indices + t * outputs.indices_row), scores, outputs.topk};
 }
 
 /// The rows of the chunk that are left to do.

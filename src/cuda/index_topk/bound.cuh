@@ -38,7 +38,8 @@ struct Bound {
   }
 };
 
-inline constexpr Bound kNoBound{1, 0xffffffffu};
+inline constexpr std::uint32_t kLastNumber = 0xffffffffu;
+inline constexpr Bound kNoBound{1, kLastNumber};
 
 struct Range {
   std::uint32_t low, high;
@@ -51,7 +52,7 @@ inline constexpr Range kNothing{0xffffffffu, 0};
 inline constexpr Range kEverything{1, 0xffffffffu};
 
 struct SharedStorage {
-  std::uint32_t bins[kBins];
+  std::uint32_t bins[kBins + 1];  // the last one counts what is none
   std::uint32_t warp_sums[kWarps];
   Range warp_ranges[kWarps];
   std::uint32_t bin, above, of_bin;
@@ -104,28 +105,40 @@ __device__ inline Range range_of(SharedStorage& shared, Range own) {
   return range;
 }
 
-/// Scores to bins of equal width, in their order; those outside of the range to the first and the
-/// last. Spreads what most rows hold.
-struct EvenBins {
-  float low = 0;
-  float factor = 0;
-
+/// Scores to bins of equal width, in their order. Spreads what most rows hold.
+class EvenBins {
+ public:
   __device__ EvenBins() = default;
-  __device__ explicit EvenBins(Range range) : low(score_of(range.low)) {
-    const float width = score_of(range.high) - low;
-    factor = (kBins - 1) / width;
-    // Not with infinite scores, nor where the quotient overflows.
-    if (!(factor > 0 && width <= 3e38f && factor <= 3e38f)) factor = 0;
+  __device__ explicit EvenBins(Range range) : low_(score_of(range.low)) {
+    const float width = score_of(range.high) - low_;
+    factor_ = (kBins - 1) / width;
+    // Not with infinite scores (-inf makes NaN of the lowest), nor where the quotient overflows.
+    if (!(factor_ > 0 && width <= 3e38f && factor_ <= 3e38f)) factor_ = 0;
   }
-  __device__ bool work() const { return factor > 0; }
-  __device__ std::uint32_t bin(float score) const {
-    return min(static_cast<std::uint32_t>((score - low) * factor),
-               static_cast<std::uint32_t>(kBins - 1));
+  __device__ bool work() const { return factor_ > 0; }
+  /// Of a score in the range. As a float whose last bits are the number of the bin: beside kBase
+  /// there is no room for a fraction, and no conversion is needed. NaN is in bin kBins.
+  __device__ float position(float score) const {
+    return fminf(fmaf(score - low_, factor_, kBase), position_of(kBins));
   }
+  /// Of any score; those outside of the range go to the first bin and to the last, NaN to the
+  /// first.
+  __device__ float near_position(float score) const {
+    return fminf(fmaxf(fmaf(score - low_, factor_, kBase), kBase), position_of(kBins - 1));
+  }
+  __device__ static std::uint32_t bin(float position) {
+    return __float_as_uint(position) - __float_as_uint(kBase);
+  }
+  __device__ static float position_of(std::uint32_t bin) { return kBase + static_cast<float>(bin); }
   /// About the lowest score of a bin.
   __device__ float lowest(std::uint32_t bin) const {
-    return low + static_cast<float>(bin) / factor;
+    return low_ + (static_cast<float>(bin) - 0.5f) / factor_;
   }
+
+ private:
+  static constexpr float kBase = 1 << 23;
+  float low_ = 0;
+  float factor_ = 0;
 };
 
 /// Values to bins, in their order: evenly over the scores at first, then evenly over the values,
@@ -138,7 +151,7 @@ class Binning {
     if (by_score) even_ = EvenBins(range);
   }
   __device__ std::uint32_t bin(std::uint32_t value) const {
-    return even_.work() ? even_.bin(score_of(value)) : (value - low_) >> shift_;
+    return even_.work() ? EvenBins::bin(even_.position(score_of(value))) : (value - low_) >> shift_;
   }
 
  private:
@@ -189,17 +202,23 @@ __device__ inline void add_few(SharedStorage& shared, std::uint32_t value, std::
   shared.bins[to] = value;
   shared.bins[kFew + to] = number;
 }
-/// The bound that `wanted` of `count` pass, when all threads have added theirs.
+/// The bound that `wanted` of `count` pass, when all threads have added theirs. Its last number is
+/// the largest there is if it splits no equal values.
 __device__ inline Bound bound_of_few(SharedStorage& shared, std::uint32_t count,
                                      std::uint32_t wanted) {
   __syncthreads();
   if (threadIdx.x < count) {
-    const Bound own{shared.bins[threadIdx.x], shared.bins[kFew + threadIdx.x]};
+    Bound own{shared.bins[threadIdx.x], shared.bins[kFew + threadIdx.x]};
     std::uint32_t passing = 0;  // itself included
+    std::uint32_t equal_or_above = 0;
     for (std::uint32_t i = 0; i < count; ++i) {
       passing += own.keeps(shared.bins[i], shared.bins[kFew + i]) ? 1 : 0;
+      equal_or_above += shared.bins[i] >= own.image ? 1 : 0;
     }
-    if (passing == wanted) shared.bound = own;
+    if (passing == wanted) {
+      if (passing == equal_or_above) own.last = kLastNumber;
+      shared.bound = own;
+    }
   }
   __syncthreads();
   return shared.bound;
@@ -250,7 +269,7 @@ __device__ Bound find_bound(SharedStorage& shared, std::uint32_t wanted, Each ea
         [&](std::uint32_t value, std::uint32_t) { atomicAdd(&shared.bins[finer.bin(value)], 1u); });
     __syncthreads();
     const WantedBin found = find_bin(shared, wanted);
-    if (found.all <= wanted) return bound_at(left.low, 0xffffffffu);
+    if (found.all <= wanted) return bound_at(left.low, kLastNumber);
     range = left;
     binning = finer;
     bin = found.bin;

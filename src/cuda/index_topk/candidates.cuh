@@ -4,11 +4,13 @@
 //   short rows  are candidates, all of their keys.
 //   long rows   have more. Keys spread over the row tell a score that is likely below the bound. A
 //               pass over the row marks what reaches it, one bit a key; those are the candidates.
-//   Where that does not do, histograms of the whole row find the bound: with more slots than
-//   registers, where the guess has left fewer candidates than slots or more than registers, and
-//   where too many scores are close to the bound or infinite.
+//   Where that does not do, histograms of the whole row find the bound: with more slots than three
+//   quarters of the registers, where the guess has left fewer candidates than slots or more than
+//   registers, where too many scores are close to the bound, and where any is infinite.
 #pragma once
 
+#include <cfloat>
+#include <cstddef>
 #include <cstdint>
 
 #include "cuda/index_topk/bound.cuh"
@@ -45,20 +47,21 @@ __device__ Range range_of_scores(SharedStorage& shared, const float (&scores)[kC
     low = fminf(low, scores[i]);
     high = fmaxf(high, scores[i]);
   }
-  return range_of(shared, high > -INFINITY ? Range{image_of(low), image_of(high)} : kNothing);
+  return range_of(shared, low <= high ? Range{image_of(low), image_of(high)} : kNothing);
 }
 
-template <int kCount>
-__device__ void count_scores(SharedStorage& shared, const EvenBins& bins,
-                             const float (&scores)[kCount]) {
+/// Counts scores where `position` has them.
+template <int kCount, class Position>
+__device__ void count_scores(SharedStorage& shared, const float (&scores)[kCount],
+                             Position position) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if (can_be_selected(scores[i])) atomicAdd(&shared.bins[bins.bin(scores[i])], 1u);
+    atomicAdd(&shared.bins[EvenBins::bin(position(scores[i]))], 1u);
   }
 }
 
 /// A score that more than topk keys of a row reach, as far as some of them can tell; NaN if they
-/// cannot.
+/// cannot. Where few of them are numbers it is so low that nearly all become candidates.
 __device__ inline float likely_least(SharedStorage& shared, const Row& row, int topk) {
   // Runs of 16 keys, 64 bytes, at equal distances, in 2^32nds of a run; four lanes have one. More
   // of them for very long rows.
@@ -83,25 +86,20 @@ __device__ inline float likely_least(SharedStorage& shared, const Row& row, int 
       scores[4 * b + 2] = four.z;
       scores[4 * b + 3] = four.w;
     }
-#pragma unroll
-    for (int i = 0; i < kSample * 4; ++i) {
-      if (!can_be_selected(scores[i])) scores[i] = no_score();
-    }
     if (round == 0) {
       clear_bins(shared);
       const Range range = range_of_scores(shared, scores);
       bins = EvenBins(range);
       if (range.low >= range.high || !bins.work()) return no_score();
     }
-    count_scores(shared, bins, scores);
+    count_scores(shared, scores, [&](float score) { return bins.near_position(score); });
   }
   __syncthreads();
   // Four standard deviations more than their share.
   const float share = static_cast<float>(topk) * static_cast<float>(rounds * kSampleKeys) /
                       static_cast<float>(row.count());
   const auto wanted = static_cast<std::uint32_t>(share + 4 * sqrtf(share)) + 8;
-  const WantedBin found = find_bin(shared, wanted);
-  return found.all < wanted ? no_score() : bins.lowest(found.bin);
+  return bins.lowest(find_bin(shared, wanted).bin);
 }
 
 /// A bit for each lane and each of its four scores: whether it reaches `least`.
@@ -117,10 +115,8 @@ __device__ inline void mark(uint4* marks, const Row& row, float least, std::uint
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t warp = threadIdx.x / 32;
   const auto* const fours = reinterpret_cast<const float4*>(row.scores + first * kBlockKeys) + lane;
-  // The first and the last block may reach beyond the window. Loads without a condition are on
-  // their way together: the last of the others is marked more than once.
-  for (std::uint32_t block = 1 + warp; block < blocks - 1; block += kLoads * kWarps) {
-    const auto number = [&](int b) { return min(block + b * kWarps, blocks - 2); };
+  // Loads without a condition are on their way together.
+  const auto mark_all = [&](auto number) {
     float4 loaded[kLoads];
 #pragma unroll
     for (int b = 0; b < kLoads; ++b) loaded[b] = __ldcg(fours + number(b) * 32);
@@ -129,9 +125,18 @@ __device__ inline void mark(uint4* marks, const Row& row, float least, std::uint
       const uint4 own = reaching(loaded[b], least);
       if (lane == 0) marks[number(b)] = own;
     }
+  };
+  // The first and the last block may reach beyond the window.
+  const std::uint32_t last = blocks - 1;
+  for (std::uint32_t block = 1 + warp; block < last; block += kLoads * kWarps) {
+    if (block + (kLoads - 1) * kWarps < last) {
+      mark_all([&](int b) { return std::size_t{block} + b * kWarps; });
+    } else {  // the last of them is marked more than once
+      mark_all([&](int b) { return min(block + b * kWarps, last - 1); });
+    }
   }
   if (warp < 2) {
-    const std::uint32_t block = warp == 0 ? 0 : blocks - 1;
+    const std::uint32_t block = warp == 0 ? 0 : last;
     const std::uint32_t place = (first + block) * kBlockKeys + lane * 4;
     float4 loaded[1];
     row.load(loaded, [&](int) { return place; });
@@ -174,68 +179,68 @@ __device__ std::uint32_t collect(RowStorage<kEach>& shared, const Row& row, floa
   return count;
 }
 
-/// Selects from `count` candidates, up to kEach for each thread, of which number i has the score
-/// that `score(i)` gives and is at `place(i)`; returns how many, or -1 if scores are too close for
-/// this.
-template <int kEach, int kMostEach, class Score, class Place>
-__device__ int select_from(RowStorage<kMostEach>& shared, const Row& row, const Slots& slots,
-                           std::uint32_t count, Score score, Place place) {
-  if (count == 0) return 0;
+/// Selects from `count` candidates, up to kEach for each thread, in the order of their keys: of its
+/// n-th this thread gets the score by `score(n)` and the key by `key(n)`. Returns how many, or -1
+/// if scores are too close or too far from each other for this.
+template <int kEach, int kMostEach, class Score, class Key>
+__device__ int select_from(RowStorage<kMostEach>& shared, const Slots& slots, std::uint32_t count,
+                           Score score, Key key) {
   const auto number = [](int n) { return static_cast<std::uint32_t>(n * kThreads + threadIdx.x); };
   float scores[kEach];
-  // Loads without a condition are on their way together.
 #pragma unroll
-  for (int n = 0; n < kEach; ++n) scores[n] = score(min(number(n), count - 1));
-#pragma unroll
-  for (int n = 0; n < kEach; ++n) {
-    if (number(n) >= count || !can_be_selected(scores[n])) scores[n] = no_score();
-  }
-  float least = -INFINITY;
-  std::uint32_t last = 0;  // of those that equal it
+  for (int n = 0; n < kEach; ++n) scores[n] = number(n) < count ? score(n) : no_score();
+  float least = -FLT_MAX;
   if (count > slots.topk) {
     clear_bins(shared.bound);
     const Range range = range_of_scores(shared.bound, scores);
     const EvenBins bins(range);
     if (range.low >= range.high || !bins.work()) return -1;
-    count_scores(shared.bound, bins, scores);
+    count_scores(shared.bound, scores, [&](float score) { return bins.position(score); });
     __syncthreads();
     const WantedBin found = find_bin(shared.bound, slots.topk);
     if (found.all > slots.topk) {
       if (found.of_bin > kFew) return -1;
+      std::uint32_t in_bin = 0;  // a bit for each
 #pragma unroll
       for (int n = 0; n < kEach; ++n) {
-        if (can_be_selected(scores[n]) && bins.bin(scores[n]) == found.bin)
-          add_few(shared.bound, image_of(scores[n]), number(n));
+        if (bins.position(scores[n]) == EvenBins::position_of(found.bin)) in_bin |= 1u << n;
+      }
+      for (; in_bin != 0; in_bin &= in_bin - 1) {
+        const int n = __ffs(static_cast<int>(in_bin)) - 1;
+        add_few(shared.bound, image_of(score(n)), number(n));
       }
       const Bound bound = bound_of_few(shared.bound, found.of_bin, slots.topk - found.above);
       least = score_of(bound.image);
-      last = bound.last;
+      if (bound.last != kLastNumber) {
+#pragma unroll
+        for (int n = 0; n < kEach; ++n) {
+          if (scores[n] == least && number(n) > bound.last) scores[n] = no_score();
+        }
+      }
     }
   }
   // How many are before those of a warp.
+  static_assert(kEach * kWarps <= kThreads && kEach <= 32);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   std::uint32_t* const before = shared.before + threadIdx.x / 32;
-  std::uint32_t kept = 0;  // a bit for each
+  unsigned own = 0;  // lane n: the lanes that keep their n-th
 #pragma unroll
   for (int n = 0; n < kEach; ++n) {
-    const bool is_kept = scores[n] > least || (scores[n] == least && number(n) <= last);
-    const unsigned lanes = __ballot_sync(kAllLanes, is_kept);
-    if (is_kept) kept |= 1u << n;
-    if (lane == 0) before[n * kWarps] = __popc(lanes);
+    const unsigned lanes = __ballot_sync(kAllLanes, scores[n] >= least);
+    if (lane == n) own = lanes;
   }
+  if (lane < kEach) before[lane * kWarps] = __popc(own);
   __syncthreads();
-  static_assert(kEach * kWarps <= kThreads && kEach <= 32);
   const bool has_sum = threadIdx.x < kEach * kWarps;
   const Prefix prefix = prefix_sum(shared.bound, has_sum ? shared.before[threadIdx.x] : 0);
   if (has_sum) shared.before[threadIdx.x] = prefix.before;
   __syncthreads();
 #pragma unroll
   for (int n = 0; n < kEach; ++n) {
-    const bool is_kept = kept >> n & 1;
+    const bool is_kept = scores[n] >= least;
     const unsigned lanes = __ballot_sync(kAllLanes, is_kept);
     const std::uint32_t slot = before[n * kWarps] + __popc(lanes & ((1u << lane) - 1));
-    if (is_kept)
-      slots.set(static_cast<int>(slot), row.first + static_cast<int>(place(number(n))), scores[n]);
+    if (is_kept) slots.set(slot, key(n), scores[n]);
   }
   return static_cast<int>(prefix.all);
 }
@@ -266,23 +271,27 @@ __device__ int select_many(RowStorage<kEach>& shared, const Row& row, const Slot
 template <int kEach>
 __device__ int select(RowStorage<kEach>& shared, const Row& row, const Slots& slots) {
   constexpr int kFewer = kEach * 3 / 4;  // as most rows have
+  const auto select_from_candidates = [&](std::uint32_t count, auto score, auto key) {
+    return count <= kFewer * kThreads ? select_from<kFewer>(shared, slots, count, score, key)
+                                      : select_from<kEach>(shared, slots, count, score, key);
+  };
   int written = -1;
   if (row.count() <= shared.kMost) {
     // The row may begin with up to three keys before the window.
-    const std::uint32_t first = row.begin - row.first;
-    written = select_from<kEach>(
-        shared, row, slots, row.count() - first,
-        [&](std::uint32_t i) { return row.scores[first + i]; },
-        [&](std::uint32_t i) { return first + i; });
+    const int first_key = row.begin + static_cast<int>(threadIdx.x);
+    const float* const scores = row.scores + (first_key - row.first);
+    written = select_from_candidates(
+        row.end - row.begin, [&](int n) { return __ldcg(scores + n * kThreads); },
+        [&](int n) { return first_key + n * kThreads; });
   } else if (slots.topk <= kFewer * kThreads) {  // the guess adds some
     const float least = likely_least(shared.bound, row, slots.topk);
     const std::uint32_t count = can_be_selected(least) ? collect(shared, row, least) : 0;
-    const auto score = [&](std::uint32_t i) { return shared.scores[i]; };
-    const auto place = [&](std::uint32_t i) { return shared.places[i]; };
-    if (count >= slots.topk && count <= kFewer * kThreads) {
-      written = select_from<kFewer>(shared, row, slots, count, score, place);
-    } else if (count >= slots.topk && count <= shared.kMost) {
-      written = select_from<kEach>(shared, row, slots, count, score, place);
+    if (count >= slots.topk && count <= shared.kMost) {
+      written = select_from_candidates(
+          count, [&](int n) { return shared.scores[n * kThreads + threadIdx.x]; },
+          [&](int n) {
+            return row.first + static_cast<int>(shared.places[n * kThreads + threadIdx.x]);
+          });
     }
   }
   if (written < 0) written = select_many(shared, row, slots);
