@@ -87,7 +87,8 @@ TEST_P(LongRows, AreSelectedExactly) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Slots, LongRows,
-                         ::testing::Values(1, 7, 100, 2048, 2560, 4096, 5500, 8192, 65536));
+                         ::testing::Values(1, 7, 100, 2048, 2560, 2561, 4096, 6144, 6145, 8192,
+                                           65536));
 
 TEST(LongRowsOf, ManySlotsAreSelectedExactly) {
   on_each_backend([](Backend backend) {
@@ -104,11 +105,30 @@ TEST(LongRowsOf, ManySlotsAreSelectedExactly) {
 TEST(LongRowsOf, AnyLengthAreSelectedExactly) {
   on_each_backend([](Backend backend) {
     // Around the numbers of keys that a backend may have at a time.
-    for (std::int64_t keys = 4096 + 8 - 4; keys <= 4096 + 8 + 5; ++keys) {
-      for (std::int32_t begin = 4; begin < 8; ++begin) {
-        Indexer ix = with_signs(row_of(contents()[0], keys, 2048));
-        ix.begin = {begin};
-        expect_selected(select(ix, on(backend)), plain_selection(ix));
+    struct Border {
+      std::int64_t keys, topk;
+    };
+    for (const Border border : {Border{3072, 2048}, {4096, 2048}, {6144, 3000}, {8192, 6144}}) {
+      for (std::int64_t keys = border.keys + 8 - 4; keys <= border.keys + 8 + 5; ++keys) {
+        for (std::int32_t begin = 4; begin < 8; ++begin) {
+          Indexer ix = with_signs(row_of(contents()[0], keys, border.topk));
+          ix.begin = {begin};
+          expect_selected(select(ix, on(backend)), plain_selection(ix));
+        }
+      }
+    }
+  });
+}
+
+TEST(LongRowsOf, InfiniteScoresAreSelectedExactly) {
+  on_each_backend([](Backend backend) {
+    for (const std::int64_t keys : {3000, 30011}) {
+      for (const double infinite : {kInfinity, -kInfinity}) {
+        for (const int step : {1, 1000}) {
+          Indexer ix = with_signs(row_of(contents()[0], keys, 2048));
+          for (std::int64_t s = 1777; s < keys; s += step * 2) ix.k[s * 8] = infinite;
+          expect_selected(select(ix, on(backend)), plain_selection(ix));
+        }
       }
     }
   });
