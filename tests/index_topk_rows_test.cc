@@ -227,13 +227,19 @@ TEST(IndexTopkFp8, SelectsByTheDequantisedKeys) {
   });
 }
 
+/// Scales between 1/37 and 100/37.
+Indexer filled_fp8(std::int64_t heads, std::int64_t topk, std::uint64_t seed) {
+  Indexer ix = filled(
+      {.tokens = 5, .keys = 200, .heads = heads, .dim = 128, .topk = topk, .dtype = DType::f8_e4m3},
+      seed);
+  ix.k_scale = whole_numbers(ix.keys, seed, "k_scale", 1, 100);
+  for (double& scale : ix.k_scale) scale /= 37;
+  return ix;
+}
+
 TEST(IndexTopkFp8, ScoresAreCloseToThoseOfTheDequantisedValues) {
   on_each_backend([](Backend backend) {
-    Indexer ix = filled(
-        {.tokens = 5, .keys = 200, .heads = 8, .dim = 128, .topk = 40, .dtype = DType::f8_e4m3},
-        35);
-    ix.k_scale = whole_numbers(ix.keys, 35, "k_scale", 1, 100);
-    for (double& scale : ix.k_scale) scale /= 37;
+    const Indexer ix = filled_fp8(8, 40, 35);
     const Selected selected = select(ix, on(backend));
     for (std::int64_t t = 0; t < ix.tokens; ++t) {
       const PlainScores scores = plain_scores(ix, t);
@@ -257,11 +263,7 @@ TEST(IndexTopkFp8, KeepsNanKeysOut) {
 
 TEST(IndexTopkFp8, ScoresDoNotDependOnTheScalesOfOtherKeys) {
   on_each_backend([](Backend backend) {
-    Indexer ix = filled(
-        {.tokens = 5, .keys = 200, .heads = 32, .dim = 128, .topk = 150, .dtype = DType::f8_e4m3},
-        37);
-    ix.k_scale = whole_numbers(ix.keys, 37, "k_scale", 1, 100);
-    for (double& scale : ix.k_scale) scale /= 37;
+    Indexer ix = filled_fp8(32, 150, 37);
     ix.begin.assign(5, 3);
     ix.end.assign(5, 150);
     const Selected expected = select(ix, on(backend));

@@ -102,7 +102,7 @@ __device__ Slots slots_of(const Outputs& outputs, std::int64_t t) {
   return {held(outputs.indices + t * outputs.indices_row), scores, outputs.topk};
 }
 
-/// The rows of the chunk that are left to do.
+/// The rows of a chunk.
 struct Rows {
   std::int64_t first;
   std::int64_t behind;

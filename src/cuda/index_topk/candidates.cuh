@@ -79,13 +79,7 @@ __device__ inline float likely_least(SharedStorage& shared, const Row& row, int 
     row.load(loaded, place);
     float scores[kSample * 4];
 #pragma unroll
-    for (int b = 0; b < kSample; ++b) {
-      const float4 four = row.in_window(loaded[b], place(b));
-      scores[4 * b] = four.x;
-      scores[4 * b + 1] = four.y;
-      scores[4 * b + 2] = four.z;
-      scores[4 * b + 3] = four.w;
-    }
+    for (int b = 0; b < kSample; ++b) spread(row.in_window(loaded[b], place(b)), scores + 4 * b);
     if (round == 0) {
       clear_bins(shared);
       const Range range = range_of_scores(shared, scores);
