@@ -30,11 +30,11 @@ bench-eager: build/.packages .venv/.installed ## race the cpu backend against ea
 test: build/.packages .venv/.installed ## build with and without sanitizers, run all tests
 	$(call build,dev) --target winnow_tests
 	$(call build,release)
-ifeq ($(wildcard src/cuda/*.cu),)
+ifeq ($(wildcard src/cuda/*/*.cu),)
 else ifeq ($(nvcc),)
 	@echo "note: no nvcc here, the CUDA kernels are not compiled"
 else
-	CUDACXX=$(nvcc) $(call build,cuda-check) --target winnow_cuda winnow_hopper
+	CUDACXX=$(nvcc) $(call build,cuda-check) --target winnow_kernels
 endif
 	$(venv)/python scripts/test.py dev release
 

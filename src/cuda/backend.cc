@@ -6,8 +6,8 @@
 
 #include <fmt/format.h>
 
+#include "cuda/common/runtime.h"
 #include "cuda/ops.h"
-#include "cuda/runtime.h"
 
 namespace winnow {
 namespace {
@@ -23,21 +23,21 @@ constexpr std::array kKernels = {
 
 template <>
 constexpr std::array kKernels<IndexTopkForward> = {
-    Op<IndexTopkForward>{cuda::why_not_fast, cuda::workspace_bytes_fast, cuda::run_fast},
+    Op<IndexTopkForward>{cuda::why_not_sm90, cuda::workspace_bytes_sm90, cuda::run_sm90},
     Op<IndexTopkForward>{cuda::why_not_general, cuda::workspace_bytes_general, cuda::run_general},
 };
 
 template <>
 constexpr std::array kKernels<SparseAttentionForward> = {
-    Op<SparseAttentionForward>{cuda::why_not_fast, cuda::workspace_bytes, cuda::run_fast},
-    Op<SparseAttentionForward>{cuda::why_not_few_heads, cuda::workspace_bytes, cuda::run_few_heads},
+    Op<SparseAttentionForward>{cuda::why_not_sm90, cuda::workspace_bytes, cuda::run_sm90},
+    Op<SparseAttentionForward>{cuda::why_not_narrow, cuda::workspace_bytes, cuda::run_narrow},
     Op<SparseAttentionForward>{cuda::why_not_general, cuda::workspace_bytes, cuda::run_general},
     Op<SparseAttentionForward>{cuda::why_not_f32, cuda::workspace_bytes, cuda::run_f32},
 };
 
 template <>
 constexpr std::array kKernels<SparseAttentionBackward> = {
-    Op<SparseAttentionBackward>{cuda::why_not_fast, cuda::workspace_bytes_fast, cuda::run_fast},
+    Op<SparseAttentionBackward>{cuda::why_not_sm90, cuda::workspace_bytes_sm90, cuda::run_sm90},
     Op<SparseAttentionBackward>{cuda::why_not_general, cuda::workspace_bytes_general,
                                 cuda::run_general},
 };

@@ -48,32 +48,32 @@ inline std::string why_not(const QuantizeFp8&, const Execution&) { return {}; }
 
 // Indexer top-k, forward: Hopper's own instructions for rows of 128 elements; any shape and type,
 // and replay.
-void run_fast(const IndexTopkForward& args, const Execution& execution);
+void run_sm90(const IndexTopkForward& args, const Execution& execution);
 void run_general(const IndexTopkForward& args, const Execution& execution);
-std::size_t workspace_bytes_fast(const IndexTopkForward& args, const Execution& execution);
+std::size_t workspace_bytes_sm90(const IndexTopkForward& args, const Execution& execution);
 std::size_t workspace_bytes_general(const IndexTopkForward& args, const Execution& execution);
-std::string why_not_fast(const IndexTopkForward& args, const Execution& execution);
+std::string why_not_sm90(const IndexTopkForward& args, const Execution& execution);
 std::string why_not_general(const IndexTopkForward& args, const Execution& execution);
 
 // Sparse attention, forward: Hopper's own instructions for the widths of the models; tensor cores
 // for rows of up to 256 elements, and for any shape in bf16 and f16; fp32 arithmetic for f32.
-void run_fast(const SparseAttentionForward& args, const Execution& execution);
-void run_few_heads(const SparseAttentionForward& args, const Execution& execution);
+void run_sm90(const SparseAttentionForward& args, const Execution& execution);
+void run_narrow(const SparseAttentionForward& args, const Execution& execution);
 void run_general(const SparseAttentionForward& args, const Execution& execution);
 void run_f32(const SparseAttentionForward& args, const Execution& execution);
-std::string why_not_fast(const SparseAttentionForward& args, const Execution& execution);
-std::string why_not_few_heads(const SparseAttentionForward& args, const Execution& execution);
+std::string why_not_sm90(const SparseAttentionForward& args, const Execution& execution);
+std::string why_not_narrow(const SparseAttentionForward& args, const Execution& execution);
 std::string why_not_general(const SparseAttentionForward& args, const Execution& execution);
 std::string why_not_f32(const SparseAttentionForward& args, const Execution& execution);
 
 // Sparse attention, backward: Hopper's own instructions likewise; any shape and type, and sums in
 // order.
-void run_fast(const SparseAttentionBackward& args, const Execution& execution);
+void run_sm90(const SparseAttentionBackward& args, const Execution& execution);
 void run_general(const SparseAttentionBackward& args, const Execution& execution);
-std::size_t workspace_bytes_fast(const SparseAttentionBackward& args, const Execution& execution);
+std::size_t workspace_bytes_sm90(const SparseAttentionBackward& args, const Execution& execution);
 std::size_t workspace_bytes_general(const SparseAttentionBackward& args,
                                     const Execution& execution);
-std::string why_not_fast(const SparseAttentionBackward& args, const Execution& execution);
+std::string why_not_sm90(const SparseAttentionBackward& args, const Execution& execution);
 std::string why_not_general(const SparseAttentionBackward& args, const Execution& execution);
 
 }  // namespace winnow::cuda

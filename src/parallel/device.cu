@@ -5,7 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda/runtime.h"
+#include "cuda/common/runtime.h"
 #include "parallel/device.h"
 
 namespace winnow::parallel {

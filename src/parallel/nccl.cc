@@ -14,7 +14,7 @@
 #include <fmt/format.h>
 
 #include "core/check.h"
-#include "cuda/runtime.h"
+#include "cuda/common/runtime.h"
 #include "parallel/agreement.h"
 #include "winnow/error.h"
 #include "winnow/parallel.h"

@@ -14,9 +14,9 @@ namespace winnow::cuda::index_topk {
 /// Launches a step for a chunk. What does not depend on the chunk has been done: there may be many.
 using ForChunk = std::function<void(int chunk)>;
 
-std::string why_not_hopper(const IndexTopkForward& args);
-int rows_per_group_hopper(const IndexTopkForward& args);
-ForChunk scores_hopper(const IndexTopkForward& args, const Plan& plan, const Execution& execution);
+std::string why_not_scores_sm90(const IndexTopkForward& args);
+int rows_per_group_sm90(const IndexTopkForward& args);
+ForChunk scores_sm90(const IndexTopkForward& args, const Plan& plan, const Execution& execution);
 
 /// Any shape, all types: on tensor cores, f32 by fp32 arithmetic.
 inline constexpr int kRowsPerGroupGeneral = 8;

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "cuda/common/runtime.h"
 #include "cuda/index_topk/plan.cuh"
-#include "cuda/runtime.h"
 #include "winnow/index_topk.h"
 
 namespace winnow::cuda::index_topk {

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// The indexer's target from attention's lse, for index_target and dense_index_loss.
+#pragma once
+
+#include "cuda/index_loss/head_sum.cuh"
+#include "winnow/tensor.h"
+
+namespace winnow::cuda {
+
+struct AttentionTarget {
+  Tensor q;     // [tokens, heads, qk_dim]
+  Tensor kv;    // [keys, qk_dim]
+  Tensor sink;  // [heads], or absent
+  Tensor lse;   // [tokens, heads]
+  float scale;
+  SlotLists slots;
+  HeadSums target;  // [tokens, slots]
+};
+
+/// target[t, j] = sum_h p[t, h, j].
+void sum_probabilities(const AttentionTarget& call, cudaStream_t stream);
+
+}  // namespace winnow::cuda

@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: Apache-2.0
+// The warm-up loss: the indexer against dense attention over every row's window, in steps that all
+// other ops for training the indexer share.
+//   forward   lse of attention over the window; then, for some rows at a time, target and scores of
+//             all keys of their windows in the workspace, and the divergence of both.
+//   backward  target and scores likewise, from the given lse; d_scores in the place of the scores;
+//             the indexer's gradients from them.
+// Attention's products are made twice by forward and once by backward. A row needs 8 bytes of
+// workspace a key; a row's bits do not depend on how many fit.
+#include <algorithm>
+#include <cmath>
+
+#include "core/refusals.h"
+#include "cuda/common/softmax.cuh"
+#include "cuda/index_loss/attention_target.cuh"
+#include "cuda/index_loss/divergence.cuh"
+#include "cuda/index_loss/head_sum.cuh"
+#include "cuda/index_topk/gradient.cuh"
+#include "cuda/ops.h"
+
+namespace winnow::cuda {
+namespace {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr std::int64_t kMostRows = 1024;  // at a time: enough for all multiprocessors
+
+// ---- lse.
+
+/// A sum of 2^s, as sum * 2^base(largest). NaN and infinities come out as they must.
+struct LogSum {
+  float largest = -INFINITY;
+  float sum = 0;
+
+  __device__ static float base(float largest) { return isinf(largest) ? 0 : largest; }
+
+  /// Measures the sum from a largest that is no smaller.
+  __device__ void raise(float new_largest) {
+    if (largest != new_largest) {
+      sum *= largest == -INFINITY ? 0 : fast_exp2(base(largest) - base(new_largest));
+    }
+    largest = new_largest;
+  }
+  __device__ void add(float s) { sum += fast_exp2(s - base(largest)); }
+  __device__ void add(LogSum other) {
+    const float both = fmaxf(largest, other.largest);
+    raise(both);
+    other.raise(both);
+    sum += other.sum;
+  }
+  /// Natural.
+  __device__ float lse() const { return (base(largest) + log2f(sum)) * kLn2; }
+};
+
+template <class T, int kHeads>
+struct LseStorage {
+  typename HeadTile<T, kHeads>::Stage stages[kHeadStages];
+  LogSum partial[HeadTile<T, kHeads>::kKeyWarps][kHeads];
+};
+
+/// A block has one query row. A lane keeps a sum for each of its heads over the keys that it has;
+/// they are put together at the end.
+template <class T, int kHeads>
+__global__ void __launch_bounds__(kHeadThreads, 3)
+    dense_lse_kernel(const __grid_constant__ HeadOperands operands, float* lse,
+                     std::int64_t lse_stride, float scale_log2) {
+  using Tile = HeadTile<T, kHeads>;
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& shared = *reinterpret_cast<LseStorage<T, kHeads>*>(memory);
+
+  for (std::int64_t item = blockIdx.x; item < operands.tokens; item += gridDim.x) {
+    const std::int64_t t = operands.tokens - 1 - item;  // the longest windows are often the last
+    const RowSlots slots = operands.slots.row(t);
+    HeadProducts<T, kHeads> tiles(operands, slots, t, shared.stages);
+    LogSum sums[Tile::kHeadBlocks][2];
+    for (int tile = 0; tile < tiles.tiles(); ++tile) {
+      typename Tile::Sums products;
+      const auto& stage = tiles.multiply(products);
+      bool has_key[Tile::kKeyBlocks][2];
+#pragma unroll
+      for (int i = 0; i < Tile::kKeyBlocks; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) has_key[i][r] = stage.key[Tile::key(i, r * 2)] >= 0;
+      }
+#pragma unroll
+      for (int n = 0; n < Tile::kHeadBlocks; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float largest = sums[n][e].largest;
+#pragma unroll
+          for (int i = 0; i < Tile::kKeyBlocks; ++i) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              float& s = products[i][n][r * 2 + e];
+              s *= scale_log2;
+              if (has_key[i][r]) largest = fmaxf(largest, s);
+            }
+          }
+          sums[n][e].raise(largest);
+#pragma unroll
+          for (int i = 0; i < Tile::kKeyBlocks; ++i) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              if (has_key[i][r]) sums[n][e].add(products[i][n][r * 2 + e]);
+            }
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < Tile::kHeadBlocks; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        LogSum& sum = sums[n][e];
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) {
+          LogSum other;
+          other.largest = __shfl_xor_sync(kAllLanes, sum.largest, step);
+          other.sum = __shfl_xor_sync(kAllLanes, sum.sum, step);
+          sum.add(other);
+        }
+        if (Tile::lane() < 4) shared.partial[Tile::key_warp()][Tile::head(n, e)] = sum;
+      }
+    }
+    __syncthreads();  // the warps' sums are there; nobody reads the last stage any more
+    const int h = static_cast<int>(threadIdx.x);
+    if (h < operands.heads) {
+      LogSum sum = shared.partial[0][h];
+#pragma unroll
+      for (int warp = 1; warp < Tile::kKeyWarps; ++warp) sum.add(shared.partial[warp][h]);
+      lse[t * lse_stride + h] = sum.lse();
+    }
+    __syncthreads();  // the next row's sums overwrite this one's
+  }
+}
+
+// ---- Scores of the indexer.
+
+/// weight * max(product, 0), where max keeps NaN.
+struct WeightedPart {
+  const float* weights;  // [tokens, heads]
+  std::int64_t stride;
+
+  __device__ float of_head(std::int64_t t, int h) const { return weights[t * stride + h]; }
+  __device__ float operator()(float product, float weight) const {
+    return weight * (product < 0 ? 0 : product);
+  }
+};
+
+// ---- What forward and backward share.
+
+/// The windows of all rows, key by key, as keys of the indexer or, from key_offset on, of
+/// attention.
+template <class Args>
+SlotLists windows_of(const Args& args, std::int32_t key_offset) {
+  return {.begin = data_of<const std::int32_t>(args.begin),
+          .end = data_of<const std::int32_t>(args.end),
+          .slots = args.index_k.shape[0],
+          .keys = args.index_k.shape[0],
+          .key_offset = key_offset};
+}
+
+/// Scores and target of some rows.
+struct Lists {
+  float* scores;  // [rows, index_keys]
+  float* target;  // [rows, index_keys]
+};
+
+/// Of one of the two.
+template <class Args>
+std::size_t list_bytes(const Args& args, std::int64_t rows) {
+  return static_cast<std::size_t>(rows * args.index_k.shape[0]) * sizeof(float);
+}
+
+template <class Args>
+Lists take_lists(const Args& args, std::int64_t rows, Workspace& workspace) {
+  const std::int64_t elements = rows * args.index_k.shape[0];
+  return {workspace.take<float>(elements), workspace.take<float>(elements)};
+}
+
+/// As many rows as `bytes` hold, but one at least.
+template <class Args>
+std::int64_t rows_within(const Args& args, std::size_t bytes) {
+  const std::size_t slack = 3 * Workspace::kAlignment;  // of two slices and of the beginning
+  const std::size_t row = std::max<std::size_t>(2 * list_bytes(args, 1), 1);
+  const std::size_t fitting = bytes > slack ? (bytes - slack) / row : 0;
+  const std::int64_t most = std::min(std::max<std::int64_t>(args.q.shape[0], 1), kMostRows);
+  return std::clamp<std::int64_t>(
+      static_cast<std::int64_t>(std::min(fitting, static_cast<std::size_t>(kMostRows))), 1, most);
+}
+
+/// The same call for the query rows [first, first + rows).
+template <class Args>
+Args piece_of(Args args, std::int64_t first, std::int64_t rows) {
+  for (Tensor* tensor :
+       {&args.q, &args.index_q, &args.weights, &args.begin, &args.end, &args.lse}) {
+    *tensor = rows_of(*tensor, first, rows);
+  }
+  return args;
+}
+
+/// Scores and target of all keys of all windows.
+template <class Args>
+void fill_lists(const Args& args, const Lists& lists, cudaStream_t stream) {
+  const std::int64_t stride = args.index_k.shape[0];
+  sum_probabilities({.q = args.q,
+                     .kv = args.kv,
+                     .sink = args.sink,
+                     .lse = args.lse,
+                     .scale = args.scale,
+                     .slots = windows_of(args, args.key_offset),
+                     .target = {.data = lists.target, .stride = stride, .fills_rows = false}},
+                    stream);
+  for_each_pass(
+      args.index_q, args.index_k, windows_of(args, 0),
+      [&]<class T, int kHeads>(const HeadOperands& operands, std::int64_t first_head) {
+        const WeightedPart term{.weights = data_of<const float>(args.weights) + first_head,
+                                .stride = args.weights.stride[0]};
+        sum_heads<T, kHeads>(operands,
+                             {.data = lists.scores, .stride = stride, .fills_rows = false}, term,
+                             first_head > 0, stream);
+      });
+}
+
+template <class Args>
+Divergence divergence_of(const Args& args, const Lists& lists) {
+  const std::int64_t stride = args.index_k.shape[0];
+  return {.slots = windows_of(args, 0),
+          .scores = lists.scores,
+          .target = lists.target,
+          .loss = nullptr,
+          .d_scores = nullptr,
+          .d_loss = nullptr,
+          .scores_stride = stride,
+          .target_stride = stride,
+          .d_scores_stride = stride,
+          .tokens = args.q.shape[0]};
+}
+
+// ---- Backward's plan.
+
+struct BackwardPlan {
+  std::int64_t rows;  // at a time
+  TermPlan terms;     // if d_index_k is summed in order
+  std::size_t bytes;  // of workspace
+};
+
+BackwardPlan plan_with(const DenseIndexLossBackward& args, std::int64_t rows,
+                       const Execution& execution) {
+  const std::size_t list = list_bytes(args, rows);
+  TermPlan terms;
+  if (execution.deterministic && args.index_k.shape[0] > 0) {
+    const DeviceGuard guard(args.q.device);
+    const std::size_t beside = 2 * list + 4 * Workspace::kAlignment;
+    const std::size_t limit = execution.workspace_limit;
+    terms = plan_terms(rows, args.index_k.shape[0], args.index_k.shape[0], args.index_k.shape[1],
+                       limit - std::min(limit, beside));
+  }
+  return {rows, terms,
+          Workspace::bytes(
+              {key_copy_bytes(args.d_index_k), list, list, terms.term_bytes, terms.order_bytes})};
+}
+
+/// What of a plan is within the limit, or is not.
+std::size_t limited_bytes(const DenseIndexLossBackward& args, const BackwardPlan& plan) {
+  return plan.bytes - key_copy_bytes(args.d_index_k);
+}
+
+BackwardPlan plan_of(const DenseIndexLossBackward& args, const Execution& execution) {
+  const std::size_t limit = execution.workspace_limit;
+  const std::size_t for_lists = execution.deterministic ? limit / 2 : limit;
+  // The copy may take another part of an alignment.
+  const std::size_t aside = std::min(for_lists, Workspace::kAlignment);
+  const BackwardPlan plan = plan_with(args, rows_within(args, for_lists - aside), execution);
+  return limited_bytes(args, plan) <= limit ? plan : plan_with(args, 1, execution);
+}
+
+}  // namespace
+
+// ---- Forward.
+
+std::size_t workspace_bytes(const DenseIndexLossForward& args, const Execution& execution) {
+  const std::size_t list = list_bytes(args, rows_within(args, execution.workspace_limit));
+  return Workspace::bytes({list, list});
+}
+
+std::string why_not(const DenseIndexLossForward& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  return over_limit(cuda::workspace_bytes(args, execution), execution);
+}
+
+void run(const DenseIndexLossForward& args, const Execution& execution) {
+  const DeviceGuard guard(args.q.device);
+  Workspace workspace(execution, cuda::workspace_bytes(args, execution));
+  const cudaStream_t stream = execution.stream;
+  for_each_pass(args.q, args.kv, windows_of(args, args.key_offset),
+                [&]<class T, int kHeads>(const HeadOperands& operands, std::int64_t first_head) {
+                  launch(dense_lse_kernel<T, kHeads>,
+                         {.blocks = std::min(operands.tokens, kMaxBlocks),
+                          .threads = kHeadThreads,
+                          .shared_bytes = sizeof(LseStorage<T, kHeads>),
+                          .stream = stream},
+                         operands, data_of<float>(args.lse) + first_head, args.lse.stride[0],
+                         static_cast<float>(args.scale * double{kLog2E}));
+                });
+
+  const std::int64_t tokens = args.q.shape[0];
+  const std::int64_t most_rows = rows_within(args, execution.workspace_limit);
+  const Lists lists = take_lists(args, most_rows, workspace);
+  for (std::int64_t first = 0; first < tokens; first += most_rows) {
+    const std::int64_t rows = std::min(most_rows, tokens - first);
+    const DenseIndexLossForward piece = piece_of(args, first, rows);
+    fill_lists(piece, lists, stream);
+    Divergence divergence = divergence_of(piece, lists);
+    divergence.loss = data_of<float>(args.loss) + first;
+    compute_divergence(divergence, stream);
+  }
+}
+
+// ---- Backward.
+
+std::size_t workspace_bytes(const DenseIndexLossBackward& args, const Execution& execution) {
+  return plan_of(args, execution).bytes;
+}
+
+std::string why_not(const DenseIndexLossBackward& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  return over_limit(limited_bytes(args, plan_of(args, execution)), execution);
+}
+
+void run(const DenseIndexLossBackward& args, const Execution& execution) {
+  const DeviceGuard guard(args.q.device);
+  const BackwardPlan plan = plan_of(args, execution);
+  Workspace workspace(execution, plan.bytes);
+  const cudaStream_t stream = execution.stream;
+  const KeySums d_index_k = begin_key_sums(args.d_index_k, workspace, stream);
+  const Lists lists = take_lists(args, plan.rows, workspace);
+  const TermMemory memory = take_terms(plan.terms, workspace);
+  const std::int64_t tokens = args.q.shape[0];
+  for (std::int64_t first = 0; first < tokens; first += plan.rows) {
+    const std::int64_t rows = std::min(plan.rows, tokens - first);
+    const DenseIndexLossBackward piece = piece_of(args, first, rows);
+    fill_lists(piece, lists, stream);
+    Divergence divergence = divergence_of(piece, lists);
+    divergence.d_scores = lists.scores;
+    divergence.d_loss = data_of<const float>(args.d_loss) + first;
+    compute_divergence(divergence, stream);
+    index_gradient({.q = piece.index_q,
+                    .k = args.index_k,
+                    .weights = piece.weights,
+                    .slots = windows_of(piece, 0),
+                    .d_scores = lists.scores,
+                    .d_scores_stride = args.index_k.shape[0],
+                    .zero_is_no_slot = true,
+                    .d_q = rows_of(args.d_index_q, first, rows),
+                    .d_weights = rows_of(args.d_weights, first, rows),
+                    .d_k = d_index_k},
+                   plan.terms, memory, stream);
+  }
+  finish_key_sums(d_index_k, args.d_index_k, stream);
+}
+
+}  // namespace winnow::cuda

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// The indexer's target: a head's probability of a key, summed over heads. One product a head and
+// slot (head_products.cuh), one exponential; heads beyond 64 add to what the first have left.
+#include <cmath>
+
+#include "core/refusals.h"
+#include "cuda/common/softmax.cuh"
+#include "cuda/index_loss/attention_target.cuh"
+#include "cuda/ops.h"
+
+namespace winnow::cuda {
+namespace {
+
+/// log(exp(a) + exp(b)); NaN if either is.
+__device__ float log_add_exp(float a, float b) {
+  if (isnan(b)) return b;
+  const float larger = a < b ? b : a;
+  if (isinf(larger)) return larger;
+  return larger + log1pf(expf((b < a ? b : a) - larger));
+}
+
+/// exp(scale * product - L), in powers of two.
+struct Probability {
+  const float* lse;   // [tokens, heads], natural
+  const float* sink;  // [heads], or null
+  std::int64_t lse_stride;
+  float scale_log2;
+
+  __device__ float of_head(std::int64_t t, int h) const {
+    const float log_sum =
+        log_add_exp(lse[t * lse_stride + h], sink != nullptr ? sink[h] : -INFINITY);
+    return log_sum * kLog2E;
+  }
+  __device__ float operator()(float product, float log_sum) const {
+    const float logit = product * scale_log2;
+    return logit == -INFINITY ? 0 : fast_exp2(logit - log_sum);
+  }
+};
+
+}  // namespace
+
+void sum_probabilities(const AttentionTarget& call, cudaStream_t stream) {
+  const auto* const lse = data_of<const float>(call.lse);
+  const auto* const sink = data_of<const float>(call.sink);
+  for_each_pass(call.q, call.kv, call.slots,
+                [&]<class T, int kHeads>(const HeadOperands& operands, std::int64_t first_head) {
+                  const Probability term{
+                      .lse = lse + first_head,
+                      .sink = sink != nullptr ? sink + first_head : nullptr,
+                      .lse_stride = call.lse.stride[0],
+                      .scale_log2 = static_cast<float>(call.scale * double{kLog2E})};
+                  sum_heads<T, kHeads>(operands, call.target, term, first_head > 0, stream);
+                });
+}
+
+std::string why_not(const IndexTarget& args, const Execution&) {
+  return args.q.dtype == DType::f64 ? refusal::no_f64 : "";
+}
+
+void run(const IndexTarget& args, const Execution& execution) {
+  const DeviceGuard guard(args.q.device);
+  sum_probabilities({.q = args.q,
+                     .kv = args.kv,
+                     .sink = args.sink,
+                     .lse = args.lse,
+                     .scale = args.scale,
+                     .slots = {.indices = data_of<const std::int32_t>(args.indices),
+                               .lengths = data_of<const std::int32_t>(args.lengths),
+                               .indices_stride = args.indices.stride[0],
+                               .slots = args.indices.shape[1],
+                               .keys = args.kv.shape[0] - args.key_offset,
+                               .key_offset = args.key_offset},
+                     .target = {.data = data_of<float>(args.target),
+                                .stride = args.target.stride[0],
+                                .fills_rows = true}},
+                    execution.stream);
+}
+
+}  // namespace winnow::cuda

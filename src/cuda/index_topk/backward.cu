@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// The indexer backward: gradient.cu makes the gradients; here are the memory in which d_k is
+// summed and the limit on it.
+#include <algorithm>
+
+#include "core/refusals.h"
+#include "cuda/common/runtime.h"
+#include "cuda/index_topk/gradient.cuh"
+#include "cuda/ops.h"
+
+namespace winnow::cuda {
+namespace {
+
+struct Plan {
+  TermPlan terms;     // if d_k is summed in order
+  std::size_t bytes;  // of workspace
+};
+
+Plan plan_of(const IndexTopkBackward& args, const Execution& execution) {
+  TermPlan terms;
+  if (execution.deterministic) {
+    const DeviceGuard guard(args.q.device);
+    const std::size_t aside = std::min(execution.workspace_limit, 2 * Workspace::kAlignment);
+    terms = plan_terms(args.indices.shape[0], args.indices.shape[1], args.k.shape[0],
+                       args.k.shape[1], execution.workspace_limit - aside);
+  }
+  return {terms, Workspace::bytes({key_copy_bytes(args.d_k), terms.term_bytes, terms.order_bytes})};
+}
+
+}  // namespace
+
+std::size_t workspace_bytes(const IndexTopkBackward& args, const Execution& execution) {
+  return plan_of(args, execution).bytes;
+}
+
+std::string why_not(const IndexTopkBackward& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  return over_limit(plan_of(args, execution).bytes - key_copy_bytes(args.d_k), execution);
+}
+
+void run(const IndexTopkBackward& args, const Execution& execution) {
+  const DeviceGuard guard(args.q.device);
+  const Plan plan = plan_of(args, execution);
+  Workspace workspace(execution, plan.bytes);
+  const KeySums d_k = begin_key_sums(args.d_k, workspace, execution.stream);
+  const TermMemory memory = take_terms(plan.terms, workspace);
+  index_gradient({.q = args.q,
+                  .k = args.k,
+                  .weights = args.weights,
+                  .slots = {.indices = data_of<const std::int32_t>(args.indices),
+                            .lengths = data_of<const std::int32_t>(args.lengths),
+                            .begin = data_of<const std::int32_t>(args.begin),
+                            .end = data_of<const std::int32_t>(args.end),
+                            .indices_stride = args.indices.stride[0],
+                            .slots = args.indices.shape[1],
+                            .keys = args.k.shape[0]},
+                  .d_scores = data_of<const float>(args.d_scores),
+                  .d_scores_stride = args.d_scores.stride[0],
+                  .zero_is_no_slot = false,
+                  .d_q = args.d_q,
+                  .d_weights = args.d_weights,
+                  .d_k = d_k},
+                 plan.terms, memory, execution.stream);
+  finish_key_sums(d_k, args.d_k, execution.stream);
+}
+
+}  // namespace winnow::cuda

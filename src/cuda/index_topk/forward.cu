@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// index_topk, forward: rows whose slots need no scores; a plan; then chunk by chunk the scores of
+// some rows and the selection from them.
+//
+// The scores of a chunk are the only large buffer; the workspace limit bounds it. How many rows fit
+// is known on the device alone, since it depends on the windows: so there are as many chunks as the
+// longest windows would need, and those that are not needed end at once.
+#include <algorithm>
+
+#include <cub/block/block_scan.cuh>
+
+#include "core/refusals.h"
+#include "cuda/index_topk/kernels.h"
+#include "cuda/ops.h"
+
+namespace winnow::cuda {
+namespace {
+
+using namespace index_topk;
+
+constexpr int kPlanThreads = 512;
+
+/// Sizes of the plan's arrays; they follow from the shapes.
+struct Sizes {
+  std::int64_t groups;
+  std::int64_t group_tiles;  // the most that a group has
+  std::int64_t tile_bytes;
+  std::int64_t chunk_tiles;
+  std::int64_t chunks;
+  std::int64_t scratch;
+  std::int64_t magnitudes;  // of keys
+  std::int64_t done;
+
+  std::size_t score_bytes() const {
+    // What the last group of a chunk counts for taking it up needs no room.
+    return static_cast<std::size_t>((chunk_tiles + group_tiles - 1) * tile_bytes);
+  }
+  std::size_t workspace_bytes() const {
+    return Workspace::bytes({(groups + 1) * sizeof(std::int64_t), groups * sizeof(std::int32_t),
+                             (chunks + 1) * sizeof(std::int32_t), scratch * sizeof(float),
+                             magnitudes * sizeof(float), done * sizeof(std::uint8_t),
+                             score_bytes()});
+  }
+};
+
+Sizes sizes_of(const IndexTopkForward& args, int rows_per_group, const Execution& execution) {
+  Sizes sizes{};
+  sizes.groups = (args.q.shape[0] + rows_per_group - 1) / rows_per_group;
+  const std::int64_t keys = args.k.shape[0];
+  sizes.group_tiles = keys == 0 ? 0 : (keys + kTileKeys - 1) / kTileKeys + 1;
+  sizes.tile_bytes = std::int64_t{rows_per_group} * kTileKeys * 4;
+  sizes.scratch = select_scratch(args);
+  sizes.magnitudes = has_whole_windows(args) ? keys : 0;
+  sizes.done = has_whole_windows(args) ? args.q.shape[0] : 0;
+  const std::int64_t all_tiles = std::max<std::int64_t>(sizes.groups * sizes.group_tiles, 1);
+  sizes.chunk_tiles = all_tiles;
+  sizes.chunks = 1;
+  // More than once, since the array of chunks grows with their number.
+  while (sizes.workspace_bytes() > execution.workspace_limit && sizes.chunk_tiles > 1) {
+    const std::size_t over = sizes.workspace_bytes() - execution.workspace_limit;
+    const auto over_tiles =
+        static_cast<std::int64_t>((over + sizes.tile_bytes - 1) / sizes.tile_bytes);
+    sizes.chunk_tiles = std::max<std::int64_t>(sizes.chunk_tiles - over_tiles, 1);
+    sizes.chunks = (all_tiles + sizes.chunk_tiles - 1) / sizes.chunk_tiles;
+  }
+  return sizes;
+}
+
+/// One block: groups, what they take, and which chunk they belong to.
+__global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan) {
+  wait_for_launch_before();
+  using Scan = cub::BlockScan<std::int64_t, kPlanThreads>;
+  __shared__ typename Scan::TempStorage scan;
+  std::int64_t before = 0;
+  for (std::int64_t base = 0; base < plan.groups; base += kPlanThreads) {
+    const std::int64_t group = base + threadIdx.x;
+    int low = plan.keys;
+    int high = 0;
+#pragma unroll
+    for (int r = 0; r < kMaxRowsPerGroup; ++r) {
+      const std::int64_t t = group * plan.rows_per_group + r;
+      if (r >= plan.rows_per_group || t >= plan.tokens || plan.is_done(t)) continue;
+      const int begin = plan.window_begin(t);
+      const int end = plan.window_end(t);
+      if (begin >= end) continue;
+      low = min(low, begin);
+      high = max(high, end);
+    }
+    const int first = low < high ? low / 4 * 4 : 0;
+    std::int64_t tiles =
+        low < high ? (std::int64_t{high} - first + kTileKeys - 1) / kTileKeys + 1 : 0;
+    std::int64_t start;
+    std::int64_t all;
+    Scan(scan).ExclusiveSum(tiles, start, all);
+    if (group < plan.groups) {
+      plan.first_tile[group] = before + start;
+      plan.first_key[group] = first;
+    }
+    before += all;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) plan.first_tile[plan.groups] = before;
+  __syncthreads();
+  // The first group that begins in a chunk or behind it.
+  for (int chunk = threadIdx.x; chunk <= plan.chunks; chunk += kPlanThreads) {
+    std::int64_t low = 0;
+    std::int64_t high = plan.groups;
+    if (chunk == plan.chunks) low = high;
+    while (low < high && chunk > 0) {
+      const std::int64_t middle = low + (high - low) / 2;
+      if (plan.first_tile[middle] < chunk * plan.chunk_tiles) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    plan.first_group[chunk] = static_cast<std::int32_t>(low);
+  }
+}
+
+using MakeScores = ForChunk (*)(const IndexTopkForward&, const Plan&, const Execution&);
+
+void select_all(const IndexTopkForward& args, int rows_per_group, MakeScores make_scores,
+                const Execution& execution) {
+  const Sizes sizes = sizes_of(args, rows_per_group, execution);
+  const DeviceGuard guard(args.q.device);
+  Workspace workspace(execution, sizes.workspace_bytes());
+  std::uint8_t* const done = sizes.done > 0 ? workspace.take<std::uint8_t>(sizes.done) : nullptr;
+  const Plan plan{
+      .first_tile = workspace.take<std::int64_t>(sizes.groups + 1),
+      .first_key = workspace.take<std::int32_t>(sizes.groups),
+      .first_group = workspace.take<std::int32_t>(sizes.chunks + 1),
+      .scores = workspace.take<float>(static_cast<std::int64_t>(sizes.score_bytes() / 4)),
+      .begin = data_of<const std::int32_t>(args.begin),
+      .end = data_of<const std::int32_t>(args.end),
+      .done = done,
+      .tokens = args.q.shape[0],
+      .groups = sizes.groups,
+      .chunk_tiles = sizes.chunk_tiles,
+      .chunks = static_cast<int>(sizes.chunks),
+      .keys = static_cast<int>(args.k.shape[0]),
+      .rows_per_group = rows_per_group,
+  };
+  float* const scratch = workspace.take<float>(sizes.scratch);
+  if (done != nullptr) {
+    float* const magnitudes = workspace.take<float>(sizes.magnitudes);
+    take_whole_windows(args, plan, magnitudes, done, execution);
+  }
+  launch(index_topk_plan_kernel,
+         {.blocks = 1, .threads = kPlanThreads, .stream = execution.stream, .early = true}, plan);
+  const ForChunk scores_of = make_scores(args, plan, execution);
+  const ForChunk select_from = select(args, plan, scratch, execution);
+  for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+    scores_of(chunk);
+    select_from(chunk);
+  }
+}
+
+std::string why_not_sizes(const IndexTopkForward& args, int rows_per_group,
+                          const Execution& execution) {
+  if (args.replay) return {};
+  const Sizes sizes = sizes_of(args, rows_per_group, execution);
+  constexpr std::int64_t kMostGroups = std::int64_t{1} << 31;
+  if (sizes.groups >= kMostGroups) return "takes fewer rows";
+  return over_limit(sizes.workspace_bytes(), execution);
+}
+
+std::size_t workspace_bytes_for(const IndexTopkForward& args, int rows_per_group,
+                                const Execution& execution) {
+  if (args.replay || args.q.shape[0] == 0) return 0;
+  return sizes_of(args, rows_per_group, execution).workspace_bytes();
+}
+
+}  // namespace
+
+std::string why_not_sm90(const IndexTopkForward& args, const Execution& execution) {
+  if (args.replay) return "does not replay";
+  std::string reason = why_not_scores_sm90(args);
+  return reason.empty() ? why_not_sizes(args, rows_per_group_sm90(args), execution) : reason;
+}
+std::size_t workspace_bytes_sm90(const IndexTopkForward& args, const Execution& execution) {
+  return workspace_bytes_for(args, rows_per_group_sm90(args), execution);
+}
+void run_sm90(const IndexTopkForward& args, const Execution& execution) {
+  if (args.q.shape[0] == 0) return;
+  select_all(args, rows_per_group_sm90(args), scores_sm90, execution);
+}
+
+std::string why_not_general(const IndexTopkForward& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  return why_not_sizes(args, kRowsPerGroupGeneral, execution);
+}
+std::size_t workspace_bytes_general(const IndexTopkForward& args, const Execution& execution) {
+  return workspace_bytes_for(args, kRowsPerGroupGeneral, execution);
+}
+void run_general(const IndexTopkForward& args, const Execution& execution) {
+  if (args.q.shape[0] == 0) return;
+  if (args.replay) {
+    const DeviceGuard guard(args.q.device);
+    replay(args, execution);
+  } else {
+    select_all(args, kRowsPerGroupGeneral, scores_general, execution);
+  }
+}
+
+}  // namespace winnow::cuda

@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sparse attention, backward, on Hopper: 576/512 and 512/512, bf16 and f16, any number of heads.
+//
+// A thread block takes 64 heads of a query at a time; its rows of q and d_out stay in shared memory
+// while blocks of 64 keys pass. Three warpgroups:
+//   0     gathers a block, S = Q K^T and dP = dO V^T, then P and dS into shared memory; with 576
+//         columns also the gradients of the last 64 (the rope part)
+//   1, 2  dQ += dS K and dKV = dS^T Q + P^T dO of 256 columns each
+// dQ stays in registers; dKV is made 64 columns at a time and added to device memory straight from
+// registers.
+//
+//   0     | S | P | dP | dS |gather, rope| S | P | dP | dS |gather ...
+//   1, 2  ... dKV, add  ... |dQ| dKV, add | dKV, add | ... |dQ| ...
+//
+// Barriers of a block: scores_full (P and dS are there), kv_free (dQ is done: the next block may
+// come), scores_free (dKV is done: the next P and dS may). Shared memory: q 72, d_out 64, keys 72,
+// P and dS 16 KiB. Runs against the L2 cache, which adds 2304 bytes for every key of a query.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/common/key_sums.cuh"
+#include "cuda/common/row_slots.cuh"
+#include "cuda/common/runtime.h"
+#include "cuda/common/tensor_map.h"
+#include "cuda/ops.h"
+#include "cuda/sparse_attention/backward_sm90/gradients.cuh"
+#include "cuda/sparse_attention/backward_sm90/scores.cuh"
+
+namespace winnow::cuda {
+namespace {
+
+using namespace backward;
+
+template <class T, int kTiles, KeyGradients kMode>
+__global__ void __launch_bounds__(kThreads, 1)
+    sparse_attention_backward_kernel(const __grid_constant__ CUtensorMap q,
+                                     const __grid_constant__ CUtensorMap d_out,
+                                     const __grid_constant__ Params<T> params) {
+  extern __shared__ __align__(1024) std::byte memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+  if (threadIdx.x == 0) {
+    constexpr int kGradientWarps = 2 * kWarpgroup / 32;
+    shared.item_full.init(1);
+    shared.item_free.init(kThreads / 32);
+    shared.numbers_full.init(kHeads);
+    shared.scores_full.init(kWarpgroup);
+    shared.scores_free.init(kGradientWarps);
+    shared.kv_free.init(kGradientWarps);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarpgroup) {
+    lower_registers<kScoreRegisters>();
+    compute_scores<T, kTiles, kMode>(params, q, d_out, shared);
+  } else {
+    set_registers<kGradientRegisters>();
+    compute_gradients<T, kMode>(params, shared);
+  }
+}
+
+/// `rows` are d_kv's, or those of the slots; `d_sink` likewise.
+template <class T, KeyGradients kMode>
+void launch_for(const SparseAttentionBackward& args, float* rows, std::int64_t row_stride,
+                const Tensor& d_sink, const Execution& execution) {
+  const auto heads = static_cast<int>(args.q.shape[1]);
+  const int head_blocks = (heads + kHeads - 1) / kHeads;
+  const Params<T> params = {
+      .kv = data_of<const T>(args.kv),
+      .out = data_of<const T>(args.out),
+      .d_out = data_of<const T>(args.d_out),
+      .indices = data_of<const std::int32_t>(args.indices),
+      .lengths = data_of<const std::int32_t>(args.lengths),
+      .sink = data_of<const float>(args.sink),
+      .lse = data_of<const float>(args.lse),
+      .d_lse = data_of<const float>(args.d_lse),
+      .d_q = data_of<T>(args.d_q),
+      .d_kv = rows,
+      .d_sink = data_of<float>(d_sink),
+      .kv_row = args.kv.stride[0],
+      .out_row = args.out.stride[0],
+      .out_head = args.out.stride[1],
+      .d_out_row = args.d_out.stride[0],
+      .d_out_head = args.d_out.stride[1],
+      .indices_row = args.indices.stride[0],
+      .lse_row = args.lse.stride[0],
+      .d_lse_row = args.d_lse ? args.d_lse.stride[0] : 0,
+      .d_q_row = args.d_q.stride[0],
+      .d_q_head = args.d_q.stride[1],
+      .d_kv_row = row_stride,
+      .d_sink_row = d_sink ? d_sink.stride[0] : 0,
+      .heads = heads,
+      .keys = static_cast<int>(args.kv.shape[0]),
+      .topk = static_cast<int>(args.indices.shape[1]),
+      .head_blocks = head_blocks,
+      .items = static_cast<int>(args.q.shape[0] * head_blocks),
+      .scale = args.scale,
+      .scale_log2 = args.scale * kLog2e,
+  };
+  const bool has_rope = args.q.shape[2] == kMaxTiles * kTileColumns;
+  constexpr std::uint32_t kRows = kHeads;
+  launch(has_rope ? sparse_attention_backward_kernel<T, kMaxTiles, kMode>
+                  : sparse_attention_backward_kernel<T, kValueTiles, kMode>,
+         {.blocks = std::min(params.items, device_properties(args.q.device).multiprocessors),
+          .threads = kThreads,
+          .shared_bytes = sizeof(SharedStorage),
+          .stream = execution.stream},
+         make_tensor_map(args.q, {1, kRows, kTileColumns}),
+         make_tensor_map(args.d_out, {1, kRows, kTileColumns}), params);
+}
+
+template <KeyGradients kMode>
+void start(const SparseAttentionBackward& args, float* rows, std::int64_t row_stride,
+           const Tensor& d_sink, const Execution& execution) {
+  if (args.q.dtype == DType::bf16) {
+    launch_for<__nv_bfloat16, kMode>(args, rows, row_stride, d_sink, execution);
+  } else {
+    launch_for<__half, kMode>(args, rows, row_stride, d_sink, execution);
+  }
+}
+
+// ---- In a fixed order: some rows' gradients of keys are written down, slot by slot, sorted by key
+// and added; the sink's are written row by row.
+
+struct OrderedPlan {
+  TermPlan terms;
+  std::size_t d_sink_bytes;  // float [tokens, heads]
+};
+
+OrderedPlan plan_in_order(const SparseAttentionBackward& args, const Execution& execution) {
+  OrderedPlan plan{};
+  if (!execution.deterministic) return plan;
+  if (args.d_sink) {
+    plan.d_sink_bytes = static_cast<std::size_t>(args.q.shape[0] * args.q.shape[1]) * sizeof(float);
+  }
+  const std::size_t beside = Workspace::bytes({plan.d_sink_bytes});
+  plan.terms =
+      plan_terms(args.q.shape[0], args.indices.shape[1], args.kv.shape[0], args.kv.shape[1],
+                 execution.workspace_limit - std::min(execution.workspace_limit, beside));
+  return plan;
+}
+
+/// `count` elements of a dimension, from `first` on.
+Tensor part_of(Tensor tensor, int dim, std::int64_t first, std::int64_t count) {
+  if (!tensor) return tensor;
+  tensor.data = static_cast<std::byte*>(tensor.data) +
+                first * tensor.stride[dim] * element_bytes(tensor.dtype);
+  tensor.shape[dim] = count;
+  return tensor;
+}
+
+SparseAttentionBackward part_of(SparseAttentionBackward args, std::int64_t first_row,
+                                std::int64_t rows, std::int64_t first_head, std::int64_t heads) {
+  for (Tensor* tensor : {&args.q, &args.out, &args.lse, &args.d_out, &args.d_lse, &args.d_q}) {
+    *tensor = part_of(part_of(*tensor, 0, first_row, rows), 1, first_head, heads);
+  }
+  for (Tensor* tensor : {&args.indices, &args.lengths}) {
+    *tensor = part_of(*tensor, 0, first_row, rows);
+  }
+  args.sink = part_of(args.sink, 0, first_head, heads);
+  return args;
+}
+
+constexpr int kSinkThreads = 256;
+
+/// A block adds up what all rows give to one head, in an order that depends on their number alone.
+__global__ void __launch_bounds__(kSinkThreads)
+    add_sinks_kernel(const float* rows, std::int64_t tokens, std::int64_t heads, float* d_sink) {
+  __shared__ float sums[kSinkThreads];
+  float sum = 0;
+  for (std::int64_t t = threadIdx.x; t < tokens; t += kSinkThreads) {
+    sum += rows[t * heads + blockIdx.x];
+  }
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int i = 1; i < kSinkThreads; ++i) sum += sums[i];
+    d_sink[blockIdx.x] += sum;
+  }
+}
+
+void run_in_order(const SparseAttentionBackward& args, const KeySums& d_kv, Workspace& workspace,
+                  const Execution& execution) {
+  const std::int64_t tokens = args.q.shape[0];
+  const std::int64_t heads = args.q.shape[1];
+  const OrderedPlan plan = plan_in_order(args, execution);
+  const TermMemory memory = take_terms(plan.terms, workspace);
+  Tensor d_sink;
+  if (args.d_sink) {
+    d_sink =
+        tensor(workspace.take<float>(tokens * heads), DType::f32, {tokens, heads}, args.q.device);
+  }
+  const SlotLists slots{.indices = data_of<const std::int32_t>(args.indices),
+                        .lengths = data_of<const std::int32_t>(args.lengths),
+                        .indices_stride = args.indices.stride[0],
+                        .slots = args.indices.shape[1],
+                        .keys = args.kv.shape[0]};
+  // Full waves of thread blocks, where there are any.
+  const std::int64_t wave = device_properties(args.q.device).multiprocessors;
+  const std::int64_t rows =
+      plan.terms.rows > wave ? plan.terms.rows / wave * wave : plan.terms.rows;
+  for (std::int64_t first = 0; first < tokens; first += rows) {
+    const std::int64_t count = std::min(rows, tokens - first);
+    for (std::int64_t head = 0; head < heads; head += kHeads) {
+      const std::int64_t head_count = std::min<std::int64_t>(heads - head, kHeads);
+      start<KeyGradients::written>(
+          part_of(args, first, count, head, head_count), memory.terms, args.kv.shape[1],
+          part_of(part_of(d_sink, 0, first, count), 1, head, head_count), execution);
+      add_in_order(plan.terms, memory, slots.part(first, 0, slots.slots), count, d_kv,
+                   execution.stream);
+    }
+  }
+  if (args.d_sink) {
+    launch(add_sinks_kernel, {.blocks = heads, .threads = kSinkThreads, .stream = execution.stream},
+           data_of<const float>(d_sink), tokens, heads, data_of<float>(args.d_sink));
+  }
+}
+
+}  // namespace
+
+std::string why_not_sm90(const SparseAttentionBackward& args, const Execution& execution) {
+  const DeviceProperties& device = device_properties(args.q.device);
+  if (device.major != 9 || device.minor != 0) return "needs compute capability 9.0";
+  if (args.q.dtype != DType::bf16 && args.q.dtype != DType::f16) return "takes bf16 and f16";
+  const std::int64_t qk_dim = args.q.shape[2];
+  if ((qk_dim != 576 && qk_dim != 512) || args.out.shape[2] != 512)
+    return "takes widths 576/512 and 512/512";
+  for (const Tensor* tensor : {&args.kv, &args.out, &args.d_out, &args.d_q, &args.d_kv}) {
+    if (!has_aligned_rows(*tensor))
+      return "takes rows of kv, out and gradients that begin at 16-byte boundaries";
+  }
+  if (args.q.shape[0] > 0 && (!can_have_tensor_map(args.q) || !can_have_tensor_map(args.d_out)))
+    return "takes rows of q and d_out that begin at 16-byte boundaries, one behind another";
+  constexpr std::int64_t kMostItems = std::int64_t{1} << 30;
+  if (args.q.shape[0] * ((args.q.shape[1] + kHeads - 1) / kHeads) > kMostItems)
+    return "takes fewer rows";
+  if (execution.deterministic) {
+    const OrderedPlan plan = plan_in_order(args, execution);
+    if (plan.terms.slots < args.indices.shape[1]) return "takes all slots of a row at a time";
+    return over_limit(
+        Workspace::bytes({plan.terms.term_bytes, plan.terms.order_bytes, plan.d_sink_bytes}),
+        execution);
+  }
+  return {};
+}
+
+std::size_t workspace_bytes_sm90(const SparseAttentionBackward& args, const Execution& execution) {
+  const OrderedPlan plan = plan_in_order(args, execution);
+  return Workspace::bytes({key_copy_bytes(args.d_kv), plan.terms.term_bytes, plan.terms.order_bytes,
+                           plan.d_sink_bytes});
+}
+
+void run_sm90(const SparseAttentionBackward& args, const Execution& execution) {
+  const DeviceGuard guard(args.d_kv.device);
+  Workspace workspace(execution, workspace_bytes_sm90(args, execution));
+  const KeySums sums = begin_key_sums(args.d_kv, workspace, execution.stream);
+  if (args.q.shape[0] > 0) {
+    if (execution.deterministic) {
+      run_in_order(args, sums, workspace, execution);
+    } else {
+      start<KeyGradients::added>(args, sums.data, sums.stride, args.d_sink, execution);
+    }
+  }
+  finish_key_sums(sums, args.d_kv, execution.stream);
+}
+
+}  // namespace winnow::cuda

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// Warpgroups 1 and 2: dQ += dS K and dKV = dS^T Q + P^T dO, each of one half of the 512 columns.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/hopper/quad.cuh"
+#include "cuda/sparse_attention/backward_sm90/d_q.cuh"
+#include "cuda/sparse_attention/backward_sm90/key_gradients.cuh"
+#include "cuda/sparse_attention/backward_sm90/shared.cuh"
+
+namespace winnow::cuda::backward {
+
+template <class T>
+__device__ float dot_8(uint4 a, uint4 b) {
+  const std::uint32_t x[4] = {a.x, a.y, a.z, a.w};
+  const std::uint32_t y[4] = {b.x, b.y, b.z, b.w};
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 u = unpack_pair<T>(x[i]);
+    const float2 v = unpack_pair<T>(y[i]);
+    sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
+  }
+  return sum;
+}
+
+/// Four lanes a head: delta = out . d_out and what follows from it.
+template <class T>
+__device__ void compute_numbers(const Params<T>& params, const Item& item, SharedStorage& shared) {
+  const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
+  const int c = thread % 4;
+  const int head = item.first_head + thread / 4;
+  const bool is_head = head < params.heads;
+  float delta = 0;
+  if (is_head) {
+    const T* const out = params.out + item.t * params.out_row + head * params.out_head;
+    const T* const d_out = params.d_out + item.t * params.d_out_row + head * params.d_out_head;
+#pragma unroll 4
+    for (int i = 0; i < kValueTiles * kTileColumns / 32; ++i) {
+      delta += dot_8<T>(__ldg(reinterpret_cast<const uint4*>(out + i * 32 + c * 8)),
+                        __ldg(reinterpret_cast<const uint4*>(d_out + i * 32 + c * 8)));
+    }
+  }
+  delta = quad_sum(delta);
+  HeadNumbers numbers{0, 0, 0, 0};
+  if (is_head) {
+    const float lse = params.lse[item.t * params.lse_row + head];
+    numbers.share = 1;
+    if (params.sink != nullptr) {
+      // Neither exponential passes 1.
+      const float sink = params.sink[head];
+      const float lesser = expf(-fabsf(lse - sink));
+      const float larger_share = 1 / (1 + lesser);
+      const float lesser_share = lesser / (1 + lesser);
+      numbers.share = lse >= sink ? larger_share : lesser_share;
+      numbers.d_sink = -delta * (lse >= sink ? lesser_share : larger_share);
+    }
+    const float d_lse =
+        params.d_lse == nullptr ? 0.0f : params.d_lse[item.t * params.d_lse_row + head];
+    numbers.lse_log2 = lse * kLog2e;
+    numbers.offset = d_lse - numbers.share * delta;
+  }
+  if (c == 0) {
+    shared.numbers[thread / 4] = numbers;
+    shared.numbers_full.arrive();
+  }
+}
+
+template <class T, KeyGradients kMode>
+__device__ void compute_gradients(const Params<T>& params, SharedStorage& shared) {
+  const int side = static_cast<int>(threadIdx.x) / kWarpgroup - 1;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int first_tile = side * kSideTiles;
+  int blocks = 0;
+  int items = 0;
+  for (int number = static_cast<int>(blockIdx.x); number < params.items;
+       number += static_cast<int>(gridDim.x), ++items) {
+    const int item_blocks = item_of(params, number).blocks;
+    compute_numbers(params, item_of(params, number), shared);
+    shared.item_full.wait(items);
+    float d_q[128] = {};
+    for (int block = 0; block < item_blocks; ++block, ++blocks) {
+      shared.scores_full.wait(blocks);
+      const std::uint32_t ds = shared_address(shared.ds);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        multiply_64x256x16<T>(
+            d_q, row_contracted(ds) + i * kNext16InRow,
+            column_contracted(shared_address(shared.kv[first_tile]), kTileBytes) + i * kNext16Rows,
+            1);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      if (lane == 0) shared.kv_free.arrive();
+      const KeyBlock key_block{shared.keys[blocks % 2], first_slot_of(params, number, block)};
+#pragma unroll 1
+      for (int tile = first_tile; tile < first_tile + kSideTiles; ++tile) {
+        give_tile<kMode, true>(params, shared, key_block, tile, [&] {
+          if (tile + 1 == first_tile + kSideTiles && lane == 0) shared.scores_free.arrive();
+        });
+      }
+    }
+    if (lane == 0) shared.item_free.arrive();
+    const Item item = item_of(params, number);
+    const int of_item = (static_cast<int>(threadIdx.x) - kWarpgroup) / 4;
+    const int head = item.first_head + of_item;
+    if (params.d_sink != nullptr && lane % 4 == 0 && head < params.heads) {
+      const float d_sink = shared.has_keys[items % 2] ? shared.numbers[of_item].d_sink : 0.0f;
+      if constexpr (kMode == KeyGradients::written) {
+        params.d_sink[item.t * params.d_sink_row + head] = d_sink;
+      } else {
+        atomicAdd(params.d_sink + head, d_sink);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kSideTiles; ++j) {
+      store_d_q(params, item, d_q + 32 * j, (first_tile + j) * kTileColumns);
+    }
+  }
+}
+
+}  // namespace winnow::cuda::backward

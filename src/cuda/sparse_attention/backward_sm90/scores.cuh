@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+// Warpgroup 0: gathers keys, S = Q K^T and dP = dO V^T, from them P and dS; and the gradients of
+// the rope part.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/hopper/gather.cuh"
+#include "cuda/hopper/quad.cuh"
+#include "cuda/hopper/tensor_copy.cuh"
+#include "cuda/sparse_attention/backward_sm90/d_q.cuh"
+#include "cuda/sparse_attention/backward_sm90/key_gradients.cuh"
+#include "cuda/sparse_attention/backward_sm90/shared.cuh"
+
+namespace winnow::cuda::backward {
+
+__device__ inline void sync_score_warps() { sync_warps<1, kWarpgroup>(); }
+
+/// The rows of a query's slots, block by block. Eight lanes copy a row; a thread has a part of
+/// four.
+template <class T, int kTiles>
+class Gatherer {
+ public:
+  __device__ Gatherer(const Params<T>& params, SharedStorage& shared)
+      : params_(params), shared_(shared) {}
+
+  __device__ void start_item(const Item& item) {
+    indices_ = params_.indices + item.t * params_.indices_row;
+    slots_ = item.slots;
+    load_keys(0);
+  }
+
+  /// Copies a block, whose keys were loaded before, and loads the next one's.
+  __device__ void gather(int block, int parity) {
+    const int lane = static_cast<int>(threadIdx.x) % 8;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = row_of(i);
+      const std::int32_t key = keys_[i];
+      if (lane == 0) shared_.keys[parity][row] = key;
+      const T* const from = params_.kv + (key < 0 ? 0 : key) * params_.kv_row + lane * 8;
+      const std::uint32_t to = shared_address(shared_.kv) + tile_offset(row, lane);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        copy_16_bytes(to + tile * kTileBytes, from + tile * kTileColumns, key >= 0);
+      }
+    }
+    load_keys(block + 1);
+  }
+
+ private:
+  static constexpr int kGroups = kWarpgroup / 8;
+  static constexpr int kRows = kBlock / kGroups;
+  __device__ static int row_of(int i) { return static_cast<int>(threadIdx.x) / 8 + i * kGroups; }
+
+  __device__ void load_keys(int block) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int slot = block * kBlock + row_of(i);
+      const std::int32_t key = slot < slots_ ? __ldg(indices_ + slot) : -1;
+      keys_[i] = key < params_.keys ? key : -1;
+    }
+  }
+
+  const Params<T>& params_;
+  SharedStorage& shared_;
+  const std::int32_t* indices_ = nullptr;
+  int slots_ = 0;
+  std::int32_t keys_[kRows];  // negative: none
+};
+
+/// Two neighbours of a row of P or dS, as the products read them.
+__device__ inline void store_pair(std::byte* tile, int row, int i, std::uint32_t pair) {
+  *reinterpret_cast<std::uint32_t*>(tile + tile_offset(row, i) + threadIdx.x % 4 * 4) = pair;
+}
+
+/// d = A B^T, both of kTiles tiles.
+template <class T, int kTiles, class A, class B>
+__device__ void multiply_rows(float (&d)[32], const A& a, const B& b) {
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kTiles * 4; ++i) {
+    multiply_64x64x16<T, 0, 0>(d, row_contracted(shared_address(a[i / 4])) + i % 4 * kNext16InRow,
+                               row_contracted(shared_address(b[i / 4])) + i % 4 * kNext16InRow,
+                               i > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+}
+
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <class T, int kTiles, KeyGradients kMode>
+__device__ void compute_scores(const Params<T>& params, const CUtensorMap& q,
+                               const CUtensorMap& d_out, SharedStorage& shared) {
+  constexpr bool kRope = kTiles > kValueTiles;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4;  // and + 8: heads
+  Gatherer<T, kTiles> gatherer(params, shared);
+  int blocks = 0;  // of all items
+  int items = 0;
+  if (static_cast<int>(blockIdx.x) < params.items) {
+    gatherer.start_item(item_of(params, static_cast<int>(blockIdx.x)));
+    gatherer.gather(0, 0);
+  }
+  for (int number = static_cast<int>(blockIdx.x); number < params.items;
+       number += static_cast<int>(gridDim.x), ++items) {
+    const Item item = item_of(params, number);
+    if (threadIdx.x == 0) {
+      shared.item_free.wait(items - 1);
+      shared.item_full.arrive_and_expect((kTiles + kValueTiles) * kTileBytes);
+      const auto t = static_cast<int>(item.t);
+      for (int i = 0; i < kTiles; ++i) {
+        copy_box(shared.q[i], q, shared.item_full, i * kTileColumns, item.first_head, t);
+      }
+      for (int i = 0; i < kValueTiles; ++i) {
+        copy_box(shared.d_out[i], d_out, shared.item_full, i * kTileColumns, item.first_head, t);
+      }
+    }
+    shared.item_full.wait(items);
+    shared.numbers_full.wait(items);
+    const HeadNumbers numbers[2] = {shared.numbers[row], shared.numbers[row + 8]};
+    float d_q[32] = {};  // of the rope part
+    bool has_keys = false;
+    for (int block = 0; block < item.blocks; ++block, ++blocks) {
+      wait_for_own_copies();
+      fence_for_products();
+      sync_score_warps();
+      const std::int32_t(&keys)[kBlock] = shared.keys[blocks % 2];
+      const std::uint32_t valid[2] = {__ballot_sync(0xffffffffu, keys[lane] >= 0),
+                                      __ballot_sync(0xffffffffu, keys[lane + 32] >= 0)};
+      has_keys = has_keys || (valid[0] | valid[1]) != 0;
+
+      // One product after the other, which leaves registers for the gradient of q. Nothing is
+      // stored before both are done: until then the gradients of the block before may use P and dS.
+      std::uint32_t p[16];   // P, two neighbours a word
+      std::uint32_t ds[16];  // exp(s - lse), 0 where there is no key; then dS
+      {
+        float s[32];
+        multiply_rows<T, kTiles>(s, shared.q, shared.kv);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+          const bool is_key = valid[column / 32] >> (column % 32) & 1;
+          const float exponent = s[i] * params.scale_log2 - numbers[i / 2 % 2].lse_log2;
+          s[i] = is_key ? exp2_fast(exponent) : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          const float share = numbers[i % 2].share;
+          p[i] = pack_pair<T>(s[2 * i] * share, s[2 * i + 1] * share);
+          ds[i] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
+        }
+      }
+      {
+        float dp[32];
+        multiply_rows<T, kValueTiles>(dp, shared.d_out, shared.kv);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          const HeadNumbers& of_head = numbers[i % 2];
+          const float2 pair = unpack_pair<T>(ds[i]);
+          const float first = (of_head.share * dp[2 * i] + of_head.offset) * params.scale;
+          const float second = (of_head.share * dp[2 * i + 1] + of_head.offset) * params.scale;
+          // Whatever dP is where there is no key.
+          ds[i] = pack_pair<T>(pair.x == 0 ? 0 : pair.x * first, pair.y == 0 ? 0 : pair.y * second);
+        }
+      }
+      shared.scores_free.wait(blocks - 1);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        store_pair(shared.p, row + i % 2 * 8, i / 2, p[i]);
+        store_pair(shared.ds, row + i % 2 * 8, i / 2, ds[i]);
+      }
+      if (threadIdx.x == 0 && block + 1 == item.blocks) shared.has_keys[items % 2] = has_keys;
+      fence_for_products();
+      shared.scores_full.arrive();
+      sync_score_warps();
+      if constexpr (kRope) {
+        // dQ += dS K of the rope's 64 columns.
+        const std::uint64_t ds = row_contracted(shared_address(shared.ds));
+        const std::uint64_t k =
+            column_contracted(shared_address(shared.kv[kValueTiles]), kTileBytes);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kBlock / 16; ++i) {
+          multiply_64x64x16<T, 0, 1>(d_q, ds + i * kNext16InRow, k + i * kNext16Rows, 1);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+      }
+      shared.kv_free.wait(blocks);
+      if (block + 1 < item.blocks) {
+        gatherer.gather(block + 1, (blocks + 1) % 2);
+      } else if (number + static_cast<int>(gridDim.x) < params.items) {
+        gatherer.start_item(item_of(params, number + static_cast<int>(gridDim.x)));
+        gatherer.gather(0, (blocks + 1) % 2);
+      }
+      // While the next block is on its way.
+      if constexpr (kRope) {
+        give_tile<kMode, false>(params, shared, {keys, first_slot_of(params, number, block)},
+                                kValueTiles, [] {});
+      }
+    }
+    if constexpr (kRope) store_d_q(params, item, d_q, kValueTiles * kTileColumns);
+    __syncwarp();
+    if (lane == 0) shared.item_free.arrive();
+  }
+}
+
+}  // namespace winnow::cuda::backward

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sparse attention, forward, in fp32 arithmetic, for every shape.
+//
+// A block of 8 warps computes one query for 8 heads. It walks over the row's slots in tiles of 32
+// keys (fewer where rows are wide), gathered by cp.async or element by element:
+//   scores   a warp has one head, a lane one key; the softmax of a row is one warp's.
+//   values   a thread has every 256th column for all 8 heads, its sums in registers.
+// Three barriers a tile: rows are there; P and the factors are there; rows have been used. Other
+// blocks on the multiprocessor work meanwhile. Limit: the loads from shared memory, two of 16 bytes
+// for four products of the scores.
+#include <algorithm>
+
+#include "core/refusals.h"
+#include "cuda/common/mma.cuh"
+#include "cuda/common/runtime.h"
+#include "cuda/common/softmax.cuh"
+#include "cuda/ops.h"
+
+namespace winnow::cuda {
+namespace {
+
+constexpr int kHeads = 8;
+constexpr int kThreads = kHeads * 32;
+constexpr int kMaxTileKeys = 32;
+constexpr int kColumns = 4;  // of the values, that a thread has: 1024 in all
+constexpr int kVector = 4;   // elements of a 16-byte copy
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+struct Parameters {
+  const float* q;               // [tokens, heads, qk_dim]
+  const float* kv;              // [keys, qk_dim]
+  const std::int32_t* indices;  // [tokens, topk]
+  const std::int32_t* lengths;  // [tokens], or null
+  const float* sink;            // [heads], or null
+  float* out;                   // [tokens, heads, v_dim]
+  float* lse;                   // [tokens, heads]
+  float* max_logits;            // [tokens, heads], or null
+  std::int64_t q_token_stride, q_head_stride;
+  std::int64_t kv_stride;
+  std::int64_t indices_stride;
+  std::int64_t out_token_stride, out_head_stride;
+  std::int64_t lse_stride;
+  std::int64_t max_logits_stride;
+  std::int64_t tokens;
+  std::int64_t head_groups;
+  std::int32_t heads, keys, topk, qk_dim, v_dim;
+  std::int32_t tile_keys;
+  bool q_aligned, kv_aligned;  // rows at 16-byte boundaries
+  float scale_log2;
+};
+
+/// Behind it stand the tiles of q [kHeads, row_elements] and kv [tile_keys, row_elements].
+struct alignas(16) SharedStorage {
+  float p[kMaxTileKeys][kHeads];
+  float factor[kHeads];
+};
+
+/// An odd number of 16-byte pieces, so that eight lanes read eight rows from different banks.
+__host__ __device__ constexpr int row_elements(int qk_dim) { return qk_dim + kVector; }
+
+/// A warp copies one row; null: zeros.
+__device__ void copy_row(float* to, const float* from, int dim, bool aligned, int lane) {
+  if (from == nullptr) {
+    for (int d = lane; d < dim; d += 32) to[d] = 0;
+  } else if (aligned) {
+    for (int d = lane * kVector; d < dim; d += 32 * kVector) copy_16_bytes_async(to + d, from + d);
+  } else {
+    for (int d = lane; d < dim; d += 32) to[d] = from[d];
+  }
+}
+
+__device__ float dot(const float* a, const float* b, int dim) {
+  float4 sum{};
+  for (int d = 0; d < dim; d += kVector) {
+    const float4 x = *reinterpret_cast<const float4*>(a + d);
+    const float4 y = *reinterpret_cast<const float4*>(b + d);
+    sum.x = fmaf(x.x, y.x, sum.x);
+    sum.y = fmaf(x.y, y.y, sum.y);
+    sum.z = fmaf(x.z, y.z, sum.z);
+    sum.w = fmaf(x.w, y.w, sum.w);
+  }
+  return (sum.x + sum.y) + (sum.z + sum.w);
+}
+
+__device__ float warp_max(float x) {
+  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
+  return x;
+}
+
+__device__ float warp_sum(float x) {
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  return x;
+}
+
+__global__ void __launch_bounds__(kThreads, 2)
+    attend_f32_kernel(const __grid_constant__ Parameters parameters) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+  const int stride = row_elements(parameters.qk_dim);
+  float* const q_tile = reinterpret_cast<float*>(memory + sizeof(SharedStorage));
+  float* const kv_tile = q_tile + kHeads * stride;
+
+  const int thread = static_cast<int>(threadIdx.x);
+  const int warp = thread / 32;
+  const int lane = thread % 32;
+
+  const std::int64_t work_items = parameters.tokens * parameters.head_groups;
+  for (std::int64_t item = blockIdx.x; item < work_items; item += gridDim.x) {
+    const std::int64_t t = item / parameters.head_groups;
+    const int first_head = static_cast<int>(item % parameters.head_groups) * kHeads;
+    const int own_head = first_head + warp;  // in scores
+    const bool has_head = own_head < parameters.heads;
+    const std::int32_t* const indices = parameters.indices + t * parameters.indices_stride;
+    int slots = parameters.topk;
+    if (parameters.lengths != nullptr) slots = max(0, min(slots, parameters.lengths[t]));
+
+    const float* const q = parameters.q + t * parameters.q_token_stride;
+    copy_row(q_tile + warp * stride, has_head ? q + own_head * parameters.q_head_stride : nullptr,
+             parameters.qk_dim, parameters.q_aligned, lane);
+    float largest = -INFINITY;
+    float sum = 0;
+    float values[kColumns][kHeads] = {};
+
+    for (std::int64_t first_slot = 0; first_slot < slots; first_slot += parameters.tile_keys) {
+      const auto tile_keys =
+          static_cast<int>(min(slots - first_slot, std::int64_t{parameters.tile_keys}));
+      // Each lane has the key of its slot; a warp copies every 8th row.
+      std::int32_t key = lane < tile_keys ? indices[first_slot + lane] : -1;
+      if (key >= parameters.keys) key = -1;
+      for (int row = warp; row < tile_keys; row += kHeads) {
+        const std::int32_t row_key = __shfl_sync(kAllLanes, key, row);
+        copy_row(kv_tile + row * stride,
+                 row_key < 0 ? nullptr : parameters.kv + row_key * parameters.kv_stride,
+                 parameters.qk_dim, parameters.kv_aligned, lane);
+      }
+      commit_copies();
+      wait_for_copies<0>();
+      __syncthreads();  // Q and the tile's rows are there
+
+      float s = -INFINITY;
+      if (key >= 0) {
+        s = dot(q_tile + warp * stride, kv_tile + lane * stride, parameters.qk_dim) *
+            parameters.scale_log2;
+      }
+      const float new_largest = fmaxf(largest, warp_max(s));
+      const float base = softmax_base(new_largest);
+      const float p = exp2f(s - base);
+      const float factor = exp2f(largest - base);
+      largest = new_largest;
+      sum = sum * factor + warp_sum(p);
+      if (lane < tile_keys) shared.p[lane][warp] = p;
+      if (lane == 0) shared.factor[warp] = factor;
+      __syncthreads();  // P and the factors are there
+
+      float factors[kHeads];
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) factors[h] = shared.factor[h];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) values[i][h] *= factors[h];
+      }
+      for (int j = 0; j < tile_keys; ++j) {
+        float weights[kHeads];
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) weights[h] = shared.p[j][h];
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          const int column = thread + i * kThreads;
+          if (column < parameters.v_dim) {
+            const float v = kv_tile[j * stride + column];
+#pragma unroll
+            for (int h = 0; h < kHeads; ++h) values[i][h] = fmaf(weights[h], v, values[i][h]);
+          }
+        }
+      }
+      __syncthreads();  // rows, P and factors have been used
+    }
+
+    const float sink =
+        parameters.sink != nullptr && has_head ? parameters.sink[own_head] : -INFINITY;
+    const RowEnd row = finish_row(largest, sum, sink);
+    if (lane == 0) {
+      shared.factor[warp] = row.normalizer;
+      if (has_head) {
+        parameters.lse[t * parameters.lse_stride + own_head] = row.lse;
+        if (parameters.max_logits != nullptr) {
+          parameters.max_logits[t * parameters.max_logits_stride + own_head] = row.max_logit;
+        }
+      }
+    }
+    commit_copies();
+    wait_for_copies<0>();  // of Q, where there was no tile
+    __syncthreads();       // the normalizers are there
+    float* const out = parameters.out + t * parameters.out_token_stride;
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (first_head + h >= parameters.heads) break;
+      const float normalizer = shared.factor[h];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const int column = thread + i * kThreads;
+        if (column < parameters.v_dim) {
+          out[(first_head + h) * parameters.out_head_stride + column] = values[i][h] * normalizer;
+        }
+      }
+    }
+    __syncthreads();  // the next query's Q and factors overwrite this one's
+  }
+}
+
+// ---- The launcher.
+
+std::size_t shared_bytes_of(int tile_keys, std::int64_t qk_dim) {
+  return sizeof(SharedStorage) + static_cast<std::size_t>(kHeads + tile_keys) *
+                                     row_elements(static_cast<int>(qk_dim)) * sizeof(float);
+}
+
+/// The most keys that leave room for a second block.
+int choose_tile_keys(const SparseAttentionForward& args) {
+  const auto limit = static_cast<std::size_t>(device_properties(args.q.device).shared_bytes);
+  int tile_keys = kMaxTileKeys;
+  while (tile_keys > 8 && shared_bytes_of(tile_keys, args.q.shape[2]) > limit / 2) tile_keys /= 2;
+  return tile_keys;
+}
+
+}  // namespace
+
+std::string why_not_f32(const SparseAttentionForward& args, const Execution&) {
+  return args.q.dtype == DType::f32 ? "" : refusal::no_f64;
+}
+
+void run_f32(const SparseAttentionForward& args, const Execution& execution) {
+  const DeviceGuard guard(args.q.device);
+  const int tile_keys = choose_tile_keys(args);
+  const std::int64_t tokens = args.q.shape[0];
+  const std::int64_t heads = args.q.shape[1];
+  const std::int64_t head_groups = (heads + kHeads - 1) / kHeads;
+  const Parameters parameters{.q = data_of<const float>(args.q),
+                              .kv = data_of<const float>(args.kv),
+                              .indices = data_of<const std::int32_t>(args.indices),
+                              .lengths = data_of<const std::int32_t>(args.lengths),
+                              .sink = data_of<const float>(args.sink),
+                              .out = data_of<float>(args.out),
+                              .lse = data_of<float>(args.lse),
+                              .max_logits = data_of<float>(args.max_logits),
+                              .q_token_stride = args.q.stride[0],
+                              .q_head_stride = args.q.stride[1],
+                              .kv_stride = args.kv.stride[0],
+                              .indices_stride = args.indices.stride[0],
+                              .out_token_stride = args.out.stride[0],
+                              .out_head_stride = args.out.stride[1],
+                              .lse_stride = args.lse.stride[0],
+                              .max_logits_stride = args.max_logits.stride[0],
+                              .tokens = tokens,
+                              .head_groups = head_groups,
+                              .heads = static_cast<std::int32_t>(heads),
+                              .keys = static_cast<std::int32_t>(args.kv.shape[0]),
+                              .topk = static_cast<std::int32_t>(args.indices.shape[1]),
+                              .qk_dim = static_cast<std::int32_t>(args.q.shape[2]),
+                              .v_dim = static_cast<std::int32_t>(args.out.shape[2]),
+                              .tile_keys = tile_keys,
+                              .q_aligned = has_aligned_rows(args.q),
+                              .kv_aligned = has_aligned_rows(args.kv),
+                              .scale_log2 = static_cast<float>(args.scale * double{kLog2E})};
+  launch(attend_f32_kernel,
+         {.blocks = std::min(tokens * head_groups, kMaxBlocks),
+          .threads = kThreads,
+          .shared_bytes = shared_bytes_of(tile_keys, args.q.shape[2]),
+          .stream = execution.stream},
+         parameters);
+}
+
+}  // namespace winnow::cuda
