@@ -1,39 +1,67 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a backend is: a table with why_not, workspace_bytes and run for each op.
+// What a backend is: for every operator a list of kernels, best first.
 #pragma once
 
+#include <span>
 #include <string>
 #include <tuple>
+#include <type_traits>
 
 #include "winnow/winnow.h"
 
 namespace winnow {
 
-/// The arguments have been checked; optional numbers have their defaults filled in; no tensor has a
-/// batch dimension.
+/// One way to run an operator. The arguments have been checked; optional numbers have their
+/// defaults filled in; no tensor has a batch dimension.
 template <class Args>
-struct Op {
-  /// Empty, or why this backend cannot run a legal call.
+struct Kernel {
+  const char* name = nullptr;  // unique among the operator's kernels of a backend
+  /// Empty, or why this kernel cannot run a legal call. The answer depends on types, heads,
+  /// dimensions, topk, strides, options and the device, never on the numbers of rows.
   std::string (*why_not)(const Args&, const Execution&) = nullptr;
   std::size_t (*workspace_bytes)(const Args&, const Execution&) = nullptr;
-  /// Null: the backend does not have this op. A workspace, if given, has at least workspace_bytes.
+  /// A workspace, if given, has at least workspace_bytes.
   void (*run)(const Args&, const Execution&) = nullptr;
 };
 
-using OpTable =
-    std::tuple<Op<KeyWindows>, Op<WindowIndices>, Op<IndexTopkForward>, Op<IndexTopkBackward>,
-               Op<SparseAttentionForward>, Op<SparseAttentionBackward>, Op<ValueProjectionForward>,
-               Op<ValueProjectionBackward>, Op<IndexTarget>, Op<IndexLoss>,
-               Op<DenseIndexLossForward>, Op<DenseIndexLossBackward>, Op<QuantizeFp8>>;
+template <class Args>
+using Kernels = std::span<const Kernel<Args>>;
+
+/// For every operator a function that gives its kernels; none: the backend does not have it.
+template <class List>
+struct KernelTableOf;
+template <class... Args>
+struct KernelTableOf<std::tuple<Args...>> {
+  using Type = std::tuple<Kernels<Args> (*)()...>;
+
+  /// The table of a backend whose kernels Source::kernels<Args>() gives.
+  template <class Source>
+  static constexpr Type from() {
+    return {Source::template kernels<Args>...};
+  }
+};
+using KernelTable = KernelTableOf<Operators>::Type;
+
+template <class Source>
+constexpr KernelTable kernel_table() {
+  return KernelTableOf<Operators>::from<Source>();
+}
 
 struct BackendTable {
   Backend backend;
   DeviceKind reaches;
   /// Empty, or why this machine cannot run the backend.
   std::string (*why_not)();
+  /// Empty, or why the backend cannot run on this device of the kind that it reaches.
+  std::string (*why_not_device)(Device device);
   std::string (*describe)();
-  OpTable ops;
+  KernelTable kernels;
 };
+
+template <class Args>
+Kernels<Args> kernels_of(const BackendTable& table) {
+  return std::get<Kernels<Args> (*)()>(table.kernels)();
+}
 
 extern const BackendTable reference_backend;
 extern const BackendTable cpu_backend;

@@ -1,27 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
-// The private C ABI under the Python package: a table of the ops, errors as numbers.
+// The private C ABI under the Python package: a table of the operators, errors as numbers.
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <iterator>
 #include <new>
 #include <span>
 #include <string>
+#include <tuple>
 #include <type_traits>
+#include <vector>
 
 #include "winnow/winnow.h"
 
 namespace winnow::c_abi {
 
-/// One op. All three functions return 0, or an ErrorCode whose text winnow_last_error gives.
-struct Op {
+enum class Kind : std::int32_t { input, output, i32, f32, boolean, words };
+
+/// One member of an argument struct; a tensor, a number, or an enum by the words of its values.
+struct FieldEntry {
+  const char* name;
+  Kind kind;
+  std::int32_t offset;
+  const char* words;     // "ascending|by_score" for Kind::words, else null
+  double default_value;  // of numbers and enums
+};
+
+/// One operator. All functions return 0, or an ErrorCode whose text winnow_last_error gives.
+struct OperatorEntry {
   const char* name;
   std::size_t args_bytes;  // size of its argument struct, which `args` points to
+  const FieldEntry* fields;
+  std::size_t field_count;
   int (*run)(const void* args, const Execution* execution);
   int (*workspace_bytes)(const void* args, const Execution* execution, std::size_t* bytes);
   int (*why_not)(const void* args, const Execution* execution, const char** reason);
+  /// A line for every candidate: backend, kernel and reason, with tabs between them.
+  int (*explain)(const void* args, const Execution* execution, const char** lines);
 };
 
 namespace {
@@ -70,19 +87,53 @@ const Args& as(const void* args) {
   return *static_cast<const Args*>(args);
 }
 
-template <class Args>
-Args args_of(void (*)(const Args&, const Execution&));
+template <class Args, class Value>
+FieldEntry entry_of(const Field<Args, Value>& field) {
+  static const Args kDefaults{};
+  const auto offset = reinterpret_cast<const char*>(&(kDefaults.*field.member)) -
+                      reinterpret_cast<const char*>(&kDefaults);
+  FieldEntry entry{.name = field.name,
+                   .kind = field.role == FieldRole::input ? Kind::input : Kind::output,
+                   .offset = static_cast<std::int32_t>(offset),
+                   .words = field.words,
+                   .default_value = 0};
+  if constexpr (!std::is_same_v<Value, Tensor>) {
+    entry.kind = std::is_enum_v<Value>          ? Kind::words
+                 : std::is_same_v<Value, float> ? Kind::f32
+                 : std::is_same_v<Value, bool>  ? Kind::boolean
+                                                : Kind::i32;
+    entry.default_value = static_cast<double>(kDefaults.*field.member);
+  }
+  return entry;
+}
 
-template <auto function>
-constexpr Op op(const char* name) {
-  using Args = decltype(args_of(function));
+template <class Args>
+std::span<const FieldEntry> fields_of() {
+  static const auto kFields = std::apply(
+      [](const auto&... field) { return std::array{entry_of(field)...}; }, Args::fields());
+  return kFields;
+}
+
+std::string lines_of(const std::vector<Candidate>& candidates) {
+  std::string lines;
+  for (const Candidate& candidate : candidates) {
+    lines.append(name(candidate.backend)).append("\t").append(candidate.kernel).append("\t");
+    lines.append(candidate.why_not).append("\n");
+  }
+  return lines;
+}
+
+template <class Args>
+OperatorEntry entry_of() {
   static_assert(std::is_standard_layout_v<Args> && std::is_trivially_copyable_v<Args>);
   return {
-      .name = name,
+      .name = Args::kOperator,
       .args_bytes = sizeof(Args),
+      .fields = fields_of<Args>().data(),
+      .field_count = fields_of<Args>().size(),
       .run =
           [](const void* args, const Execution* execution) {
-            return guard([&] { function(as<Args>(args), *execution); });
+            return guard([&] { run(as<Args>(args), *execution); });
           },
       .workspace_bytes =
           [](const void* args, const Execution* execution, std::size_t* bytes) {
@@ -92,24 +143,22 @@ constexpr Op op(const char* name) {
           [](const void* args, const Execution* execution, const char** reason) {
             return give_text(reason, [&] { return why_not(as<Args>(args), *execution); });
           },
+      .explain =
+          [](const void* args, const Execution* execution, const char** lines) {
+            return give_text(lines, [&] { return lines_of(explain(as<Args>(args), *execution)); });
+          },
   };
 }
 
-constexpr Op kOps[] = {
-    op<key_windows>("key_windows"),
-    op<window_indices>("window_indices"),
-    op<index_topk_forward>("index_topk_forward"),
-    op<index_topk_backward>("index_topk_backward"),
-    op<sparse_attention_forward>("sparse_attention_forward"),
-    op<sparse_attention_backward>("sparse_attention_backward"),
-    op<value_projection_forward>("value_projection_forward"),
-    op<value_projection_backward>("value_projection_backward"),
-    op<index_target>("index_target"),
-    op<index_loss>("index_loss"),
-    op<dense_index_loss_forward>("dense_index_loss_forward"),
-    op<dense_index_loss_backward>("dense_index_loss_backward"),
-    op<quantize_fp8>("quantize_fp8"),
-};
+std::span<const OperatorEntry> operator_entries() {
+  static const std::vector<OperatorEntry> kEntries = [] {
+    std::vector<OperatorEntry> entries;
+    for_each_operator(
+        [&]<class Args>(std::type_identity<Args>) { entries.push_back(entry_of<Args>()); });
+    return entries;
+  }();
+  return kEntries;
+}
 
 }  // namespace
 }  // namespace winnow::c_abi
@@ -124,9 +173,10 @@ std::size_t winnow_tensor_bytes() { return sizeof(winnow::Tensor); }
 
 std::size_t winnow_execution_bytes() { return sizeof(winnow::Execution); }
 
-const winnow::c_abi::Op* winnow_ops(std::size_t* count) {
-  *count = std::size(winnow::c_abi::kOps);
-  return winnow::c_abi::kOps;
+const winnow::c_abi::OperatorEntry* winnow_operators(std::size_t* count) {
+  const std::span<const winnow::c_abi::OperatorEntry> entries = winnow::c_abi::operator_entries();
+  *count = entries.size();
+  return entries.data();
 }
 
 int winnow_backend_why_not(int backend, const char** reason) {

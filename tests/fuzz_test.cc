@@ -174,7 +174,7 @@ TEST(Refusals, OfListsThatNoWorkspaceHolds) {
   const std::string text = refusal_of([&] { sparse_attention_forward(a, kReference); });
   coverage.record(text);
   EXPECT_TRUE(
-      text.starts_with("sparse_attention_forward: the reference backend needs a "
+      text.starts_with("sparse_attention_forward: the reference backend's kernel loops needs a "
                        "workspace_limit of at least "))
       << text;
   EXPECT_TRUE(text.ends_with(" bytes for this call, the limit is 268435456")) << text;
@@ -327,7 +327,8 @@ TEST(Refusals, OfF64OutsideTheReference) {
       refusal_of([&] { sparse_attention_forward(work.args, on(Backend::cpu)); });
   coverage.record(text);
   EXPECT_EQ(text,
-            "sparse_attention_forward: the cpu backend does not take f64: it computes in fp32");
+            "sparse_attention_forward: the cpu backend's kernel simd does not take f64: it "
+            "computes in fp32");
 }
 
 TEST(Refusals, OfExecution) {

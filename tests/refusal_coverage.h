@@ -15,7 +15,8 @@ namespace winnow::tests {
 
 class RefusalCoverage {
  public:
-  /// Takes a text "op: argument given: sentence", or "op: the x backend sentence; ...". A sentence
+  /// Takes a text "op: argument given: sentence", or "op: the x backend sentence; the y backend's
+  /// kernel z sentence; ...". A sentence
   /// that leaves more words to its values matches much: the one with most words of its own counts.
   void record(std::string_view text) {
     for (std::size_t first = 0; first <= text.size();) {
@@ -55,10 +56,11 @@ class RefusalCoverage {
   }
 
   void record_one(std::string_view text) {
-    // The sentence is an end of the text: behind a colon, or behind the name of a backend.
+    // The sentence is an end of the text: behind a colon, or behind the name of a backend or
+    // kernel.
     const char* best = nullptr;
     for (const char* sentence : refusal::all) {
-      for (const std::string_view before : {": ", " backend "}) {
+      for (const std::string_view before : {": ", " backend ", " loops ", " simd "}) {
         for (std::size_t at = text.find(before); at != std::string_view::npos;
              at = text.find(before, at + 1)) {
           if (!matches(text.substr(at + before.size()), sentence)) continue;

@@ -19,8 +19,15 @@ struct Execution {
   void* workspace = nullptr;             // on the tensors' device; null: the call takes its own
   std::size_t workspace_bytes = 0;       // size of `workspace`
   std::size_t workspace_limit = std::size_t{256} << 20;  // what any call may take at most
-  std::int32_t threads = 0;    // CPU backends only; 0: all. Results do not depend on it
-  bool deterministic = false;  // backward: the same bits in every run, at some cost
+  std::int32_t threads = 0;      // CPU backends only; 0: all. Results do not depend on it
+  bool deterministic = false;    // backward: the same bits in every run, at some cost
+  const char* kernel = nullptr;  // the name of the kernel that must run; null: the best that can
+  /// Makes the workspace where none is given: asked at most once a call, for the device of its
+  /// tensors and its stream, and only where the call needs one. The memory, aligned to 16 bytes,
+  /// must live until the work of the call on the stream is done; nobody gives it back. Null for
+  /// memory that cannot be had. Without an allocator the call takes and frees memory of its own.
+  void* (*allocate)(void* context, std::size_t bytes) = nullptr;
+  void* allocate_context = nullptr;  // handed to `allocate`
 };
 
 std::string_view name(Backend backend);

@@ -3,8 +3,9 @@
 // serves.
 #pragma once
 
-#include "winnow/execution.h"
-#include "winnow/tensor.h"
+#include <tuple>
+
+#include "winnow/call.h"
 
 namespace winnow {
 
@@ -21,6 +22,20 @@ struct IndexTarget {
   Tensor target{};              // [tokens, topk]           as sink, out
   float scale = 0;              // as given to sparse_attention; it has no default here
   std::int32_t key_offset = 0;  // where the indexer's keys begin in kv
+
+  static constexpr char kOperator[] = "index_target";
+  static constexpr auto fields() {
+    using Args = IndexTarget;
+    return std::tuple{fields::input("q", &Args::q),
+                      fields::input("kv", &Args::kv),
+                      fields::input("indices", &Args::indices),
+                      fields::input("lengths", &Args::lengths),
+                      fields::input("sink", &Args::sink),
+                      fields::input("lse", &Args::lse),
+                      fields::output("target", &Args::target),
+                      fields::option("scale", &Args::scale),
+                      fields::option("key_offset", &Args::key_offset)};
+  }
 };
 
 /// loss[t] = KL(target[t] / sum_j target[t,j]  ||  softmax(scores[t])) and its gradient, both over
@@ -34,6 +49,15 @@ struct IndexLoss {
   Tensor target{};    // [tokens, topk]  as scores
   Tensor loss{};      // [tokens]        as scores, out
   Tensor d_scores{};  // [tokens, topk]  as scores, out; 0 in other slots
+
+  static constexpr char kOperator[] = "index_loss";
+  static constexpr auto fields() {
+    using Args = IndexLoss;
+    return std::tuple{
+        fields::input("indices", &Args::indices), fields::input("lengths", &Args::lengths),
+        fields::input("scores", &Args::scores),   fields::input("target", &Args::target),
+        fields::output("loss", &Args::loss),      fields::output("d_scores", &Args::d_scores)};
+  }
 };
 
 /// The warm-up form: the same KL over the whole window of every row, between attention over that
@@ -51,6 +75,23 @@ struct DenseIndexLossForward {
   Tensor lse{};      // [tokens, heads]                   as sink, out: over the window, keys only
   float scale = 0;   // it has no default here
   std::int32_t key_offset = 0;
+
+  static constexpr char kOperator[] = "dense_index_loss_forward";
+  static constexpr auto fields() {
+    using Args = DenseIndexLossForward;
+    return std::tuple{fields::input("q", &Args::q),
+                      fields::input("kv", &Args::kv),
+                      fields::input("sink", &Args::sink),
+                      fields::input("index_q", &Args::index_q),
+                      fields::input("index_k", &Args::index_k),
+                      fields::input("weights", &Args::weights),
+                      fields::input("begin", &Args::begin),
+                      fields::input("end", &Args::end),
+                      fields::output("loss", &Args::loss),
+                      fields::output("lse", &Args::lse),
+                      fields::option("scale", &Args::scale),
+                      fields::option("key_offset", &Args::key_offset)};
+  }
 };
 
 /// Gradients of sum_t d_loss[t] * loss[t]. Attention itself gets none.
@@ -71,19 +112,46 @@ struct DenseIndexLossBackward {
                        //   overwritten, rounded once
   float scale = 0;
   std::int32_t key_offset = 0;
+
+  static constexpr char kOperator[] = "dense_index_loss_backward";
+  static constexpr auto fields() {
+    using Args = DenseIndexLossBackward;
+    return std::tuple{fields::input("q", &Args::q),
+                      fields::input("kv", &Args::kv),
+                      fields::input("sink", &Args::sink),
+                      fields::input("index_q", &Args::index_q),
+                      fields::input("index_k", &Args::index_k),
+                      fields::input("weights", &Args::weights),
+                      fields::input("begin", &Args::begin),
+                      fields::input("end", &Args::end),
+                      fields::input("lse", &Args::lse),
+                      fields::input("d_loss", &Args::d_loss),
+                      fields::output("d_index_q", &Args::d_index_q),
+                      fields::output("d_weights", &Args::d_weights),
+                      fields::output("d_index_k", &Args::d_index_k),
+                      fields::option("scale", &Args::scale),
+                      fields::option("key_offset", &Args::key_offset)};
+  }
 };
 
-void index_target(const IndexTarget& args, const Execution& execution = {});
-void index_loss(const IndexLoss& args, const Execution& execution = {});
-void dense_index_loss_forward(const DenseIndexLossForward& args, const Execution& execution = {});
-void dense_index_loss_backward(const DenseIndexLossBackward& args, const Execution& execution = {});
-std::size_t workspace_bytes(const IndexTarget& args, const Execution& execution = {});
-std::size_t workspace_bytes(const IndexLoss& args, const Execution& execution = {});
-std::size_t workspace_bytes(const DenseIndexLossForward& args, const Execution& execution = {});
-std::size_t workspace_bytes(const DenseIndexLossBackward& args, const Execution& execution = {});
-std::string why_not(const IndexTarget& args, const Execution& execution = {});
-std::string why_not(const IndexLoss& args, const Execution& execution = {});
-std::string why_not(const DenseIndexLossForward& args, const Execution& execution = {});
-std::string why_not(const DenseIndexLossBackward& args, const Execution& execution = {});
+extern template struct Operator<IndexTarget>;
+extern template struct Operator<IndexLoss>;
+extern template struct Operator<DenseIndexLossForward>;
+extern template struct Operator<DenseIndexLossBackward>;
+
+inline void index_target(const IndexTarget& args, const Execution& execution = {}) {
+  run(args, execution);
+}
+inline void index_loss(const IndexLoss& args, const Execution& execution = {}) {
+  run(args, execution);
+}
+inline void dense_index_loss_forward(const DenseIndexLossForward& args,
+                                     const Execution& execution = {}) {
+  run(args, execution);
+}
+inline void dense_index_loss_backward(const DenseIndexLossBackward& args,
+                                      const Execution& execution = {}) {
+  run(args, execution);
+}
 
 }  // namespace winnow

@@ -2,8 +2,9 @@
 // index_topk: the lightning indexer's scores and the exact top-k of every query row.
 #pragma once
 
-#include "winnow/execution.h"
-#include "winnow/tensor.h"
+#include <tuple>
+
+#include "winnow/call.h"
 
 namespace winnow {
 
@@ -30,6 +31,22 @@ struct IndexTopkForward {
   Tensor scores{};   // [tokens, topk]                    as weights, out, optional unless replay
   SlotOrder order = SlotOrder::ascending;
   bool replay = false;
+
+  static constexpr char kOperator[] = "index_topk_forward";
+  static constexpr auto fields() {
+    using Args = IndexTopkForward;
+    return std::tuple{fields::input("q", &Args::q),
+                      fields::input("k", &Args::k),
+                      fields::input("weights", &Args::weights),
+                      fields::input("k_scale", &Args::k_scale),
+                      fields::input("begin", &Args::begin),
+                      fields::input("end", &Args::end),
+                      fields::output("indices", &Args::indices),
+                      fields::output("lengths", &Args::lengths),
+                      fields::output("scores", &Args::scores),
+                      fields::option("order", &Args::order, "ascending|by_score"),
+                      fields::option("replay", &Args::replay)};
+  }
 };
 
 /// From d_scores, over the slots that hold a key of the window, with a = q[t,h] . k[i] and i =
@@ -51,13 +68,32 @@ struct IndexTopkBackward {
   Tensor d_weights{};  // [tokens, index_heads]             as weights, out
   Tensor d_k{};        // [keys, index_dim]                 as weights: added to; else as q,
                        //   overwritten, rounded once
+
+  static constexpr char kOperator[] = "index_topk_backward";
+  static constexpr auto fields() {
+    using Args = IndexTopkBackward;
+    return std::tuple{fields::input("q", &Args::q),
+                      fields::input("k", &Args::k),
+                      fields::input("weights", &Args::weights),
+                      fields::input("begin", &Args::begin),
+                      fields::input("end", &Args::end),
+                      fields::input("indices", &Args::indices),
+                      fields::input("lengths", &Args::lengths),
+                      fields::input("d_scores", &Args::d_scores),
+                      fields::output("d_q", &Args::d_q),
+                      fields::output("d_weights", &Args::d_weights),
+                      fields::output("d_k", &Args::d_k)};
+  }
 };
 
-void index_topk_forward(const IndexTopkForward& args, const Execution& execution = {});
-void index_topk_backward(const IndexTopkBackward& args, const Execution& execution = {});
-std::size_t workspace_bytes(const IndexTopkForward& args, const Execution& execution = {});
-std::size_t workspace_bytes(const IndexTopkBackward& args, const Execution& execution = {});
-std::string why_not(const IndexTopkForward& args, const Execution& execution = {});
-std::string why_not(const IndexTopkBackward& args, const Execution& execution = {});
+extern template struct Operator<IndexTopkForward>;
+extern template struct Operator<IndexTopkBackward>;
+
+inline void index_topk_forward(const IndexTopkForward& args, const Execution& execution = {}) {
+  run(args, execution);
+}
+inline void index_topk_backward(const IndexTopkBackward& args, const Execution& execution = {}) {
+  run(args, execution);
+}
 
 }  // namespace winnow

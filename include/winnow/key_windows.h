@@ -2,8 +2,9 @@
 // key_windows: packed documents -> the keys [begin, end) that every query row may see.
 #pragma once
 
-#include "winnow/execution.h"
-#include "winnow/tensor.h"
+#include <tuple>
+
+#include "winnow/call.h"
 
 namespace winnow {
 
@@ -30,10 +31,24 @@ struct KeyWindows {
   PaddingRows padding_rows = PaddingRows::empty;
   Tensor begin{};  // [tokens]  i32, out
   Tensor end{};    // [tokens]  i32, out
+
+  static constexpr char kOperator[] = "key_windows";
+  static constexpr auto fields() {
+    using Args = KeyWindows;
+    return std::tuple{fields::input("cu_seqlens", &Args::cu_seqlens),
+                      fields::input("cu_seqlens_padded", &Args::cu_seqlens_padded),
+                      fields::input("query_rows", &Args::query_rows),
+                      fields::option("ratio", &Args::ratio),
+                      fields::option("padding_rows", &Args::padding_rows, "empty|see_document"),
+                      fields::output("begin", &Args::begin),
+                      fields::output("end", &Args::end)};
+  }
 };
 
-void key_windows(const KeyWindows& args, const Execution& execution = {});
-std::size_t workspace_bytes(const KeyWindows& args, const Execution& execution = {});
-std::string why_not(const KeyWindows& args, const Execution& execution = {});
+extern template struct Operator<KeyWindows>;
+
+inline void key_windows(const KeyWindows& args, const Execution& execution = {}) {
+  run(args, execution);
+}
 
 }  // namespace winnow

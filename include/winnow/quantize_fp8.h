@@ -2,8 +2,9 @@
 // quantize_fp8: rows to e4m3 with one scale each, as index_topk takes them.
 #pragma once
 
-#include "winnow/execution.h"
-#include "winnow/tensor.h"
+#include <tuple>
+
+#include "winnow/call.h"
 
 namespace winnow {
 
@@ -15,10 +16,20 @@ struct QuantizeFp8 {
   Tensor values{};  // as x                                 f8_e4m3, out
   Tensor scale{};   // x without its last dimension         f32, out
   bool power_of_two = false;
+
+  static constexpr char kOperator[] = "quantize_fp8";
+  static constexpr auto fields() {
+    using Args = QuantizeFp8;
+    return std::tuple{fields::input("x", &Args::x), fields::output("values", &Args::values),
+                      fields::output("scale", &Args::scale),
+                      fields::option("power_of_two", &Args::power_of_two)};
+  }
 };
 
-void quantize_fp8(const QuantizeFp8& args, const Execution& execution = {});
-std::size_t workspace_bytes(const QuantizeFp8& args, const Execution& execution = {});
-std::string why_not(const QuantizeFp8& args, const Execution& execution = {});
+extern template struct Operator<QuantizeFp8>;
+
+inline void quantize_fp8(const QuantizeFp8& args, const Execution& execution = {}) {
+  run(args, execution);
+}
 
 }  // namespace winnow

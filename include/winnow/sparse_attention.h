@@ -2,8 +2,9 @@
 // sparse_attention: attention over chosen key rows; latent MLA, and MQA with a sink.
 #pragma once
 
-#include "winnow/execution.h"
-#include "winnow/tensor.h"
+#include <tuple>
+
+#include "winnow/call.h"
 
 namespace winnow {
 
@@ -26,6 +27,20 @@ struct SparseAttentionForward {
   Tensor lse{};         // [tokens, heads]          as sink, out; natural log, keys only
   Tensor max_logits{};  // [tokens, heads]          as sink, out, optional: largest s_j, not NaN
   float scale = 0;      // 0: 1 / sqrt(qk_dim) where v_dim = qk_dim; otherwise it must be given
+
+  static constexpr char kOperator[] = "sparse_attention_forward";
+  static constexpr auto fields() {
+    using Args = SparseAttentionForward;
+    return std::tuple{fields::input("q", &Args::q),
+                      fields::input("kv", &Args::kv),
+                      fields::input("indices", &Args::indices),
+                      fields::input("lengths", &Args::lengths),
+                      fields::input("sink", &Args::sink),
+                      fields::output("out", &Args::out),
+                      fields::output("lse", &Args::lse),
+                      fields::output("max_logits", &Args::max_logits),
+                      fields::option("scale", &Args::scale)};
+  }
 };
 
 /// With L = log(exp(lse) + exp(sink[h])), p_j = exp(s_j - L), delta = out[t,h] . d_out[t,h]:
@@ -51,14 +66,37 @@ struct SparseAttentionBackward {
   Tensor d_sink{};   // [heads]                  as sink, added to, optional
   float scale = 0;
   std::int32_t max_heads_per_pass = 0;  // 0: all at once
+
+  static constexpr char kOperator[] = "sparse_attention_backward";
+  static constexpr auto fields() {
+    using Args = SparseAttentionBackward;
+    return std::tuple{fields::input("q", &Args::q),
+                      fields::input("kv", &Args::kv),
+                      fields::input("indices", &Args::indices),
+                      fields::input("lengths", &Args::lengths),
+                      fields::input("sink", &Args::sink),
+                      fields::input("out", &Args::out),
+                      fields::input("lse", &Args::lse),
+                      fields::input("d_out", &Args::d_out),
+                      fields::input("d_lse", &Args::d_lse),
+                      fields::output("d_q", &Args::d_q),
+                      fields::output("d_kv", &Args::d_kv),
+                      fields::output("d_sink", &Args::d_sink),
+                      fields::option("scale", &Args::scale),
+                      fields::option("max_heads_per_pass", &Args::max_heads_per_pass)};
+  }
 };
 
-void sparse_attention_forward(const SparseAttentionForward& args, const Execution& execution = {});
-void sparse_attention_backward(const SparseAttentionBackward& args,
-                               const Execution& execution = {});
-std::size_t workspace_bytes(const SparseAttentionForward& args, const Execution& execution = {});
-std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution = {});
-std::string why_not(const SparseAttentionForward& args, const Execution& execution = {});
-std::string why_not(const SparseAttentionBackward& args, const Execution& execution = {});
+extern template struct Operator<SparseAttentionForward>;
+extern template struct Operator<SparseAttentionBackward>;
+
+inline void sparse_attention_forward(const SparseAttentionForward& args,
+                                     const Execution& execution = {}) {
+  run(args, execution);
+}
+inline void sparse_attention_backward(const SparseAttentionBackward& args,
+                                      const Execution& execution = {}) {
+  run(args, execution);
+}
 
 }  // namespace winnow

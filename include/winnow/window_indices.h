@@ -2,8 +2,9 @@
 // window_indices: DeepSeek-V4's index lists, a sliding window of rows and then pooled entries.
 #pragma once
 
-#include "winnow/execution.h"
-#include "winnow/tensor.h"
+#include <tuple>
+
+#include "winnow/call.h"
 
 namespace winnow {
 
@@ -26,10 +27,26 @@ struct WindowIndices {
   Tensor pool_ids{};            // [tokens, pool_topk]  i32, optional: chosen entries; -1: none
   Tensor indices{};             // [tokens, topk]       i32, out; topk >= window + pool_topk
   Tensor lengths{};             // [tokens]             i32, out: valid entries of each list
+
+  static constexpr char kOperator[] = "window_indices";
+  static constexpr auto fields() {
+    using Args = WindowIndices;
+    return std::tuple{fields::input("cu_seqlens", &Args::cu_seqlens),
+                      fields::input("cu_seqlens_padded", &Args::cu_seqlens_padded),
+                      fields::input("query_rows", &Args::query_rows),
+                      fields::option("window", &Args::window),
+                      fields::option("ratio", &Args::ratio),
+                      fields::option("key_offset", &Args::key_offset),
+                      fields::input("pool_ids", &Args::pool_ids),
+                      fields::output("indices", &Args::indices),
+                      fields::output("lengths", &Args::lengths)};
+  }
 };
 
-void window_indices(const WindowIndices& args, const Execution& execution = {});
-std::size_t workspace_bytes(const WindowIndices& args, const Execution& execution = {});
-std::string why_not(const WindowIndices& args, const Execution& execution = {});
+extern template struct Operator<WindowIndices>;
+
+inline void window_indices(const WindowIndices& args, const Execution& execution = {}) {
+  run(args, execution);
+}
 
 }  // namespace winnow

@@ -499,7 +499,7 @@ def call(name: str, **changes):
             {"q": torch.zeros(5, 2, 16, dtype=f64), "kv": torch.zeros(6, 16, dtype=f64)}
             | {"backend": "cpu"},
             NotImplementedError,
-            "the cpu backend does not take f64",
+            "the cpu backend's kernel simd does not take f64",
         ),
     ],
 )

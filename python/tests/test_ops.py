@@ -218,7 +218,7 @@ class TestWhyNot:
         x = Inputs(f64)
         call = (winnow.sparse_attention, x.q.requires_grad_(), x.kv, x.indices)
         options = {"v_dim": V_DIM, "scale": SCALE, "backend": "cpu"}
-        sentence = "the cpu backend does not take f64: it computes in fp32"
+        sentence = "the cpu backend's kernel simd does not take f64: it computes in fp32"
         assert winnow.why_not(*call, **options) == (
             f"sparse_attention_forward: {sentence}; sparse_attention_backward: {sentence}"
         )
@@ -235,7 +235,7 @@ class TestWhyNot:
             return winnow.index_loss(selection, x.q, x.kv, attention.lse, scale=0.25)
 
         reason = winnow.why_not(step, x.index_q.requires_grad_())
-        assert reason.startswith("sparse_attention_forward: the cpu backend does not take f64")
+        assert reason.startswith("sparse_attention_forward: the cpu backend's kernel simd does not take f64")
         assert reason.count(";") == 0
 
     def test_nothing_runs(self, settings):

@@ -62,8 +62,33 @@ inline constexpr char no_such_op[] = "does not have this operator";
 inline constexpr char device_out_of_reach[] = "cannot reach tensors on {}";
 inline constexpr char over_limit[] =
     "needs a workspace_limit of at least {} bytes for this call, the limit is {}";
+inline constexpr char other_kernel[] = "is not the one that was asked for";
 
-inline constexpr std::array<const char*, 45> all = {absent,
+// The same of the cuda backend and its kernels. Which of them a machine can give depends on its
+// GPU.
+inline constexpr char no_cuda_device[] = "finds no CUDA device";
+inline constexpr char no_driver[] = "finds no NVIDIA driver, or one that is too old for CUDA {}.{}";
+inline constexpr char cannot_start[] = "cannot start: {}";
+inline constexpr char no_such_device[] = "has no device {}: there are {}";
+inline constexpr char needs_capability[] = "needs compute capability {}.{}, {} has {}.{}";
+inline constexpr char too_little_shared[] = "has too little shared memory on this device";
+inline constexpr char takes_dtypes[] = "takes {}";
+inline constexpr char takes_widths[] = "takes qk_dim/v_dim {}";
+inline constexpr char takes_dim_up_to[] = "takes {} up to {}";
+inline constexpr char takes_dim[] = "takes {} {}";
+inline constexpr char takes_aligned_rows[] = "takes rows of {} that begin at 16-byte boundaries";
+inline constexpr char takes_dense_rows[] =
+    "takes rows of {} that begin at 16-byte boundaries, one behind another";
+inline constexpr char takes_fewer_rows[] = "takes fewer rows";
+inline constexpr char takes_positive_scale[] = "takes a positive scale";
+inline constexpr char takes_whole_rows[] = "takes all slots of a row at a time";
+inline constexpr char no_replay[] = "does not replay";
+
+// Running out of memory.
+inline constexpr char no_workspace[] = "cannot allocate a workspace of {} bytes";
+
+/// Those that every machine can give.
+inline constexpr std::array<const char*, 46> all = {absent,
                                                     rank,
                                                     rank_of_x,
                                                     dtype,
@@ -107,6 +132,7 @@ inline constexpr std::array<const char*, 45> all = {absent,
                                                     not_built,
                                                     no_such_op,
                                                     device_out_of_reach,
-                                                    over_limit};
+                                                    over_limit,
+                                                    other_kernel};
 
 }  // namespace winnow::refusal

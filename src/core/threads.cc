@@ -12,6 +12,7 @@
 #include <oneapi/tbb/partitioner.h>
 #include <oneapi/tbb/task_arena.h>
 
+#include "core/refusals.h"
 #include "winnow/error.h"
 
 namespace winnow {
@@ -45,8 +46,7 @@ HostWorkspace::HostWorkspace(const Execution& execution, std::size_t bytes)
     memory_.reset(
         static_cast<std::byte*>(::operator new (bytes, std::align_val_t{Scratch::kAlignment})));
   } catch (const std::bad_alloc&) {
-    throw Error(ErrorCode::out_of_memory,
-                fmt::format("cannot allocate a workspace of {} bytes", bytes));
+    throw Error(ErrorCode::out_of_memory, fmt::format(refusal::no_workspace, bytes));
   }
   execution_.workspace = memory_.get();
   execution_.workspace_bytes = bytes;

@@ -51,10 +51,18 @@ void run_op(const Args& args, const Execution& execution) {
   cpu::run(args, aligned);
 }
 
-template <class Args>
-constexpr Op<Args> op() {
-  return {why_not_op<Args>, workspace_bytes_of<Args>, run_op<Args>};
-}
+struct Simd {
+  template <class Args>
+  static Kernels<Args> kernels() {
+    if constexpr (requires(const Args& args) { cpu::run(args, Execution{}); }) {
+      static constexpr Kernel<Args> kSimd[] = {
+          {"simd", why_not_op<Args>, workspace_bytes_of<Args>, run_op<Args>}};
+      return kSimd;
+    } else {
+      return {};
+    }
+  }
+};
 
 /// The best SIMD target that this machine has, among those that the library was compiled for.
 std::string chosen_target() {
@@ -68,11 +76,8 @@ const BackendTable cpu_backend = {
     .backend = Backend::cpu,
     .reaches = DeviceKind::cpu,
     .why_not = [] { return std::string(); },
+    .why_not_device = [](Device) { return std::string(); },
     .describe = [] { return fmt::format("{} on {} threads", chosen_target(), thread_count({})); },
-    .ops = {op<KeyWindows>(), op<WindowIndices>(), op<IndexTopkForward>(), op<IndexTopkBackward>(),
-            op<SparseAttentionForward>(), op<SparseAttentionBackward>(),
-            op<ValueProjectionForward>(), op<ValueProjectionBackward>(), op<IndexTarget>(),
-            op<IndexLoss>(), op<DenseIndexLossForward>(), op<DenseIndexLossBackward>(),
-            op<QuantizeFp8>()}};
+    .kernels = kernel_table<Simd>()};
 
 }  // namespace winnow

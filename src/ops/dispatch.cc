@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/dispatch.h"
 
+#include <algorithm>
 #include <array>
+
+#include <fmt/ranges.h>
 
 namespace winnow {
 namespace {
@@ -11,6 +14,11 @@ constexpr std::array kBackends = {Backend::automatic, Backend::reference, Backen
 constexpr char kBackendNames[] = "automatic, reference, cpu or cuda";
 constexpr std::size_t kWorkspaceAlignment = 16;
 constexpr std::int32_t kMaxThreads = 1024;
+
+void check_alignment(const Check& check, const char* argument, const void* memory) {
+  if (reinterpret_cast<std::uintptr_t>(memory) % kWorkspaceAlignment == 0) return;
+  check.fail(argument, fmt::to_string(memory), refusal::misaligned, kWorkspaceAlignment);
+}
 
 }  // namespace
 
@@ -52,28 +60,52 @@ const BackendTable* find_backend(Backend backend) {
   return nullptr;
 }
 
-std::vector<Backend> candidates(Backend asked) {
-  if (asked != Backend::automatic) return {asked};
-  return {Backend::cuda, Backend::cpu, Backend::reference};
+std::span<const Backend> backends_to_try(Backend asked) {
+  // In the order of preference, so that every single one can be asked for as well.
+  static constexpr std::array kBestFirst = {Backend::cuda, Backend::cpu, Backend::reference};
+  if (asked == Backend::automatic) return kBestFirst;
+  const auto* const found = std::find(kBestFirst.begin(), kBestFirst.end(), asked);
+  return {found, 1};
 }
 
-std::string sentence(Backend backend, std::string_view reason) {
-  return fmt::format("the {} backend {}", name(backend), reason);
+bool is_asked_for(std::string_view kernel, const Execution& execution) {
+  return execution.kernel == nullptr || kernel == execution.kernel;
+}
+
+void check_kernel_name(std::string_view op, std::string_view kernel,
+                       const std::vector<std::string_view>& names) {
+  // Where no backend offers any kernel, the refusals of the backends say more.
+  if (names.empty() || std::find(names.begin(), names.end(), kernel) != names.end()) return;
+  Check(op).fail("kernel", fmt::format("'{}'", kernel), refusal::one_of, fmt::join(names, ", "));
+}
+
+std::string sentences(const std::vector<Candidate>& candidates) {
+  std::string text;
+  for (const Candidate& candidate : candidates) {
+    if (!text.empty()) text += "; ";
+    text += candidate.kernel.empty()
+                ? fmt::format("the {} backend {}", name(candidate.backend), candidate.why_not)
+                : fmt::format("the {} backend's kernel {} {}", name(candidate.backend),
+                              candidate.kernel, candidate.why_not);
+  }
+  return text;
 }
 
 std::string why_not(Backend backend) {
   if (backend == Backend::automatic) return {};
   const BackendTable* table = find_backend(backend);
   const std::string reason = table == nullptr ? refusal::not_built : table->why_not();
-  return reason.empty() ? reason : sentence(backend, reason);
+  return reason.empty() ? reason : sentences({{backend, {}, reason}});
 }
 
 std::string why_not(Backend backend, Device device) {
-  std::string reason = why_not(backend);
-  if (reason.empty() && find_backend(backend)->reaches != device.kind) {
-    reason = sentence(backend, fmt::format(refusal::device_out_of_reach, describe(device)));
+  const BackendTable* const table = find_backend(backend);
+  if (table == nullptr) return refusal::not_built;
+  if (table->reaches != device.kind) {
+    return fmt::format(refusal::device_out_of_reach, describe(device));
   }
-  return reason;
+  std::string reason = table->why_not();
+  return reason.empty() ? table->why_not_device(device) : reason;
 }
 
 std::string describe(Backend backend) {
@@ -91,17 +123,26 @@ void check_execution(std::string_view op, const Execution& execution) {
   if (execution.workspace == nullptr && execution.workspace_bytes != 0) {
     check.fail("workspace", "null", refusal::workspace_null);
   }
-  if (reinterpret_cast<std::uintptr_t>(execution.workspace) % kWorkspaceAlignment != 0) {
-    check.fail("workspace", fmt::to_string(execution.workspace), refusal::misaligned,
-               kWorkspaceAlignment);
-  }
+  check_alignment(check, "workspace", execution.workspace);
 }
 
-void check_workspace(std::string_view op, const Execution& execution, std::size_t bytes) {
+Execution with_workspace(std::string_view op, const Execution& execution, std::size_t bytes) {
   if (execution.workspace != nullptr && execution.workspace_bytes < bytes) {
     Check(op).fail("workspace", fmt::format("of {} bytes", execution.workspace_bytes),
                    refusal::workspace_small, bytes);
   }
+  if (execution.workspace != nullptr || execution.allocate == nullptr || bytes == 0) {
+    return execution;
+  }
+  Execution result = execution;
+  result.workspace = execution.allocate(execution.allocate_context, bytes);
+  result.workspace_bytes = bytes;
+  if (result.workspace == nullptr) {
+    throw Error(ErrorCode::out_of_memory,
+                fmt::format("{}: {}", op, fmt::format(refusal::no_workspace, bytes)));
+  }
+  check_alignment(Check(op), "allocate", result.workspace);
+  return result;
 }
 
 }  // namespace winnow

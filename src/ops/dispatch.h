@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a checked call to the backend that runs it, or to the text of a refusal.
+// From a call to the kernel that runs it, or to the text of a refusal: checked once, chosen once.
+//
+// Every operator has a file beside this one with
+//   Checked<Args> checked(const Args&)   which throws for a call that is legal nowhere,
+// and a line `template struct Operator<Args>;` that makes its functions.
 #pragma once
 
+#include <span>
 #include <string>
 #include <string_view>
-#include <tuple>
 #include <vector>
 
 #include <fmt/format.h>
@@ -14,75 +18,160 @@
 
 namespace winnow {
 
-/// A legal call: its name, its arguments with defaults filled in, the device of all its tensors.
+/// A legal call: its arguments with defaults filled in, and the device of all its tensors.
 template <class Args>
 struct Checked {
-  std::string_view op;
   Args args;
   Device device;
 };
 
+// A batch is the same call over slices: kernels know none. Operators that take one overload these.
+template <class Args>
+std::int64_t slice_count(const Args&) {
+  return 1;
+}
+template <class Args>
+Args slice_of(const Args& args, std::int64_t) {
+  return args;
+}
+
 void check_execution(std::string_view op, const Execution& execution);
-/// Throws if a workspace is given that cannot serve a call which needs `bytes`.
-void check_workspace(std::string_view op, const Execution& execution, std::size_t bytes);
 
 /// The backends that may be taken, best first.
-std::vector<Backend> candidates(Backend asked);
+std::span<const Backend> backends_to_try(Backend asked);
 /// Null where the backend is not in this build.
 const BackendTable* find_backend(Backend backend);
 /// Empty, or why the backend cannot run anything on this device.
 std::string why_not(Backend backend, Device device);
-std::string sentence(Backend backend, std::string_view reason);
+/// Whether a kernel may be taken, by its name.
+bool is_asked_for(std::string_view kernel, const Execution& execution);
+/// Throws an error that lists `names` if the kernel asked for is none of them.
+void check_kernel_name(std::string_view op, std::string_view kernel,
+                       const std::vector<std::string_view>& names);
+/// The refusals of candidates as one text.
+std::string sentences(const std::vector<Candidate>& candidates);
+
+/// The caller's Execution with a workspace of `bytes` at least, made by its allocator if it has
+/// one; without one a kernel takes memory of its own.
+Execution with_workspace(std::string_view op, const Execution& execution, std::size_t bytes);
 
 template <class Args>
-struct Choice {
-  const Op<Args>* op = nullptr;
-  std::string why_not;  // empty if there is an op
+class Call {
+ public:
+  Call(const Args& args, const Execution& execution)
+      : call_(checked(args)), first_slice_(slice_of(call_.args, 0)), execution_(execution) {
+    check_execution(Args::kOperator, execution);
+    if (execution.kernel != nullptr) check_kernel();
+  }
+
+  /// The first kernel that can run the call. Null: `refusals` says why, kernel by kernel.
+  const Kernel<Args>* choose(std::vector<Candidate>& refusals) const {
+    for (const Backend backend : backends_to_try(execution_.backend)) {
+      const Offer offer = offer_of(backend);
+      if (!offer.why_not.empty()) refusals.push_back({backend, {}, offer.why_not});
+      for (const Kernel<Args>& kernel : offer.kernels) {
+        if (!is_asked_for(kernel.name, execution_)) continue;
+        std::string reason = kernel.why_not(first_slice_, execution_);
+        if (reason.empty()) return &kernel;
+        refusals.push_back({backend, kernel.name, std::move(reason)});
+      }
+    }
+    return nullptr;
+  }
+
+  const Kernel<Args>& choose_or_throw() const {
+    std::vector<Candidate> refusals;
+    const Kernel<Args>* const kernel = choose(refusals);
+    if (kernel != nullptr) return *kernel;
+    throw Error(ErrorCode::unsupported,
+                fmt::format("{}: {}", Args::kOperator, sentences(refusals)));
+  }
+
+  /// Every kernel, also those behind the first that can run the call.
+  std::vector<Candidate> explain() const {
+    std::vector<Candidate> candidates;
+    for (const Backend backend : backends_to_try(execution_.backend)) {
+      const Offer offer = offer_of(backend);
+      if (!offer.why_not.empty()) candidates.push_back({backend, {}, offer.why_not});
+      for (const Kernel<Args>& kernel : offer.kernels) {
+        candidates.push_back({backend, kernel.name,
+                              is_asked_for(kernel.name, execution_)
+                                  ? kernel.why_not(first_slice_, execution_)
+                                  : refusal::other_kernel});
+      }
+    }
+    return candidates;
+  }
+
+  std::size_t workspace_bytes(const Kernel<Args>& kernel) const {
+    return kernel.workspace_bytes(first_slice_, execution_);
+  }
+
+  void run(const Kernel<Args>& kernel) const {
+    const Execution execution =
+        with_workspace(Args::kOperator, execution_, workspace_bytes(kernel));
+    const std::int64_t slices = slice_count(call_.args);
+    for (std::int64_t b = 0; b < slices; ++b) kernel.run(slice_of(call_.args, b), execution);
+  }
+
+ private:
+  /// What a backend has for the call.
+  struct Offer {
+    std::string why_not;  // empty if there are kernels
+    Kernels<Args> kernels;
+  };
+
+  Offer offer_of(Backend backend) const {
+    std::string reason = winnow::why_not(backend, call_.device);
+    if (!reason.empty()) return {std::move(reason), {}};
+    const Kernels<Args> kernels = kernels_of<Args>(*find_backend(backend));
+    return {kernels.empty() ? refusal::no_such_op : "", kernels};
+  }
+
+  void check_kernel() const {
+    std::vector<std::string_view> names;
+    for (const Backend backend : backends_to_try(execution_.backend)) {
+      for (const std::string_view name : Operator<Args>::kernels(backend)) names.push_back(name);
+    }
+    check_kernel_name(Args::kOperator, execution_.kernel, names);
+  }
+
+  Checked<Args> call_;
+  Args first_slice_;  // it speaks for all where kernels are asked: they have one shape
+  Execution execution_;
 };
 
-template <class Args>
-Choice<Args> choose(const Checked<Args>& call, const Execution& execution) {
-  Choice<Args> choice;
-  for (const Backend backend : candidates(execution.backend)) {
-    std::string reason = why_not(backend, call.device);
-    if (reason.empty()) {
-      const Op<Args>& op = std::get<Op<Args>>(find_backend(backend)->ops);
-      const std::string refused =
-          op.run == nullptr ? refusal::no_such_op : op.why_not(call.args, execution);
-      if (refused.empty()) return {&op, {}};
-      reason = sentence(backend, refused);
-    }
-    choice.why_not += choice.why_not.empty() ? reason : "; " + reason;
-  }
-  return choice;
+template <Arguments Args>
+void Operator<Args>::run(const Args& args, const Execution& execution) {
+  const Call<Args> call(args, execution);
+  call.run(call.choose_or_throw());
 }
 
-template <class Args>
-const Op<Args>& choose_or_throw(const Checked<Args>& call, const Execution& execution) {
-  check_execution(call.op, execution);
-  const Choice<Args> choice = choose(call, execution);
-  if (choice.op == nullptr) {
-    throw Error(ErrorCode::unsupported, fmt::format("{}: {}", call.op, choice.why_not));
-  }
-  return *choice.op;
+template <Arguments Args>
+std::size_t Operator<Args>::workspace_bytes(const Args& args, const Execution& execution) {
+  const Call<Args> call(args, execution);
+  return call.workspace_bytes(call.choose_or_throw());
 }
 
-template <class Args>
-void run(const Checked<Args>& call, const Execution& execution) {
-  const Op<Args>& op = choose_or_throw(call, execution);
-  check_workspace(call.op, execution, op.workspace_bytes(call.args, execution));
-  op.run(call.args, execution);
+template <Arguments Args>
+std::string Operator<Args>::why_not(const Args& args, const Execution& execution) {
+  const Call<Args> call(args, execution);
+  std::vector<Candidate> refusals;
+  return call.choose(refusals) != nullptr ? std::string() : sentences(refusals);
 }
 
-template <class Args>
-std::size_t workspace_bytes(const Checked<Args>& call, const Execution& execution) {
-  return choose_or_throw(call, execution).workspace_bytes(call.args, execution);
+template <Arguments Args>
+std::vector<Candidate> Operator<Args>::explain(const Args& args, const Execution& execution) {
+  return Call<Args>(args, execution).explain();
 }
 
-template <class Args>
-std::string why_not(const Checked<Args>& call, const Execution& execution) {
-  check_execution(call.op, execution);
-  return choose(call, execution).why_not;
+template <Arguments Args>
+std::vector<std::string_view> Operator<Args>::kernels(Backend backend) {
+  std::vector<std::string_view> names;
+  const BackendTable* const table = find_backend(backend);
+  if (table == nullptr) return names;
+  for (const Kernel<Args>& kernel : kernels_of<Args>(*table)) names.emplace_back(kernel.name);
+  return names;
 }
 
 }  // namespace winnow

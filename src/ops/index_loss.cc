@@ -23,37 +23,6 @@ void check_attention_sizes(const Check& check) {
   check.dim_in_range("keys", 0, kMaxInt32);
 }
 
-Checked<IndexTarget> checked(const IndexTarget& args) {
-  Check check("index_target");
-  check.input("q", args.q, {"tokens", "heads", "qk_dim"}, kActivationTypes);
-  const DType accumulation = accumulation_type(args.q.dtype);
-  check.input("kv", args.kv, {"keys", "qk_dim"}, {args.q.dtype});
-  check.input("indices", args.indices, {"tokens", "topk"}, {DType::i32});
-  check.optional_input("lengths", args.lengths, {"tokens"}, {DType::i32});
-  check.optional_input("sink", args.sink, {"heads"}, {accumulation});
-  check.input("lse", args.lse, {"tokens", "heads"}, {accumulation});
-  check.output("target", args.target, {"tokens", "topk"}, {accumulation});
-  check_attention_sizes(check);
-  check.dim_in_range("topk", 1, kMaxInt32);
-  check_scale(check, args.scale);
-  check.in_range("key_offset", args.key_offset, 0, check.dim("keys"));
-  check_lengths(check, args.lengths, check.dim("topk"));
-  return {"index_target", args, check.device()};
-}
-
-Checked<IndexLoss> checked(const IndexLoss& args) {
-  Check check("index_loss");
-  check.input("indices", args.indices, {"tokens", "topk"}, {DType::i32});
-  check.optional_input("lengths", args.lengths, {"tokens"}, {DType::i32});
-  check.input("scores", args.scores, {"tokens", "topk"}, {DType::f32, DType::f64});
-  check.input("target", args.target, {"tokens", "topk"}, {args.scores.dtype});
-  check.output("loss", args.loss, {"tokens"}, {args.scores.dtype});
-  check.output("d_scores", args.d_scores, {"tokens", "topk"}, {args.scores.dtype});
-  check.dim_in_range("topk", 1, kMaxInt32);
-  check_lengths(check, args.lengths, check.dim("topk"));
-  return {"index_loss", args, check.device()};
-}
-
 /// What forward and backward share; lse is an output of the one and an input of the other.
 template <class Args>
 void check_dense(Check& check, const Args& args, bool writes_lse) {
@@ -78,15 +47,48 @@ void check_dense(Check& check, const Args& args, bool writes_lse) {
   check_windows(check, args.begin, args.end, check.dim("index_keys"));
 }
 
+}  // namespace
+
+Checked<IndexTarget> checked(const IndexTarget& args) {
+  Check check(IndexTarget::kOperator);
+  check.input("q", args.q, {"tokens", "heads", "qk_dim"}, kActivationTypes);
+  const DType accumulation = accumulation_type(args.q.dtype);
+  check.input("kv", args.kv, {"keys", "qk_dim"}, {args.q.dtype});
+  check.input("indices", args.indices, {"tokens", "topk"}, {DType::i32});
+  check.optional_input("lengths", args.lengths, {"tokens"}, {DType::i32});
+  check.optional_input("sink", args.sink, {"heads"}, {accumulation});
+  check.input("lse", args.lse, {"tokens", "heads"}, {accumulation});
+  check.output("target", args.target, {"tokens", "topk"}, {accumulation});
+  check_attention_sizes(check);
+  check.dim_in_range("topk", 1, kMaxInt32);
+  check_scale(check, args.scale);
+  check.in_range("key_offset", args.key_offset, 0, check.dim("keys"));
+  check_lengths(check, args.lengths, check.dim("topk"));
+  return {args, check.device()};
+}
+
+Checked<IndexLoss> checked(const IndexLoss& args) {
+  Check check(IndexLoss::kOperator);
+  check.input("indices", args.indices, {"tokens", "topk"}, {DType::i32});
+  check.optional_input("lengths", args.lengths, {"tokens"}, {DType::i32});
+  check.input("scores", args.scores, {"tokens", "topk"}, {DType::f32, DType::f64});
+  check.input("target", args.target, {"tokens", "topk"}, {args.scores.dtype});
+  check.output("loss", args.loss, {"tokens"}, {args.scores.dtype});
+  check.output("d_scores", args.d_scores, {"tokens", "topk"}, {args.scores.dtype});
+  check.dim_in_range("topk", 1, kMaxInt32);
+  check_lengths(check, args.lengths, check.dim("topk"));
+  return {args, check.device()};
+}
+
 Checked<DenseIndexLossForward> checked(const DenseIndexLossForward& args) {
-  Check check("dense_index_loss_forward");
+  Check check(DenseIndexLossForward::kOperator);
   check_dense(check, args, true);
   check.output("loss", args.loss, {"tokens"}, {accumulation_type(args.q.dtype)});
-  return {"dense_index_loss_forward", args, check.device()};
+  return {args, check.device()};
 }
 
 Checked<DenseIndexLossBackward> checked(const DenseIndexLossBackward& args) {
-  Check check("dense_index_loss_backward");
+  Check check(DenseIndexLossBackward::kOperator);
   check_dense(check, args, false);
   const DType accumulation = accumulation_type(args.q.dtype);
   check.input("d_loss", args.d_loss, {"tokens"}, {accumulation});
@@ -94,48 +96,12 @@ Checked<DenseIndexLossBackward> checked(const DenseIndexLossBackward& args) {
   check.output("d_weights", args.d_weights, {"tokens", "index_heads"}, {accumulation});
   check.output("d_index_k", args.d_index_k, {"index_keys", "index_dim"},
                {accumulation, args.q.dtype});
-  return {"dense_index_loss_backward", args, check.device()};
+  return {args, check.device()};
 }
 
-}  // namespace
-
-void index_target(const IndexTarget& args, const Execution& execution) {
-  run(checked(args), execution);
-}
-void index_loss(const IndexLoss& args, const Execution& execution) {
-  run(checked(args), execution);
-}
-void dense_index_loss_forward(const DenseIndexLossForward& args, const Execution& execution) {
-  run(checked(args), execution);
-}
-void dense_index_loss_backward(const DenseIndexLossBackward& args, const Execution& execution) {
-  run(checked(args), execution);
-}
-
-std::size_t workspace_bytes(const IndexTarget& args, const Execution& execution) {
-  return workspace_bytes(checked(args), execution);
-}
-std::size_t workspace_bytes(const IndexLoss& args, const Execution& execution) {
-  return workspace_bytes(checked(args), execution);
-}
-std::size_t workspace_bytes(const DenseIndexLossForward& args, const Execution& execution) {
-  return workspace_bytes(checked(args), execution);
-}
-std::size_t workspace_bytes(const DenseIndexLossBackward& args, const Execution& execution) {
-  return workspace_bytes(checked(args), execution);
-}
-
-std::string why_not(const IndexTarget& args, const Execution& execution) {
-  return why_not(checked(args), execution);
-}
-std::string why_not(const IndexLoss& args, const Execution& execution) {
-  return why_not(checked(args), execution);
-}
-std::string why_not(const DenseIndexLossForward& args, const Execution& execution) {
-  return why_not(checked(args), execution);
-}
-std::string why_not(const DenseIndexLossBackward& args, const Execution& execution) {
-  return why_not(checked(args), execution);
-}
+template struct Operator<IndexTarget>;
+template struct Operator<IndexLoss>;
+template struct Operator<DenseIndexLossForward>;
+template struct Operator<DenseIndexLossBackward>;
 
 }  // namespace winnow

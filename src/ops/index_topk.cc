@@ -19,8 +19,10 @@ void check_sizes(const Check& check) {
   check.dim_in_range("topk", 1, kMaxInt32);
 }
 
+}  // namespace
+
 Checked<IndexTopkForward> checked(const IndexTopkForward& args) {
-  Check check("index_topk_forward");
+  Check check(IndexTopkForward::kOperator);
   check.input("q", args.q, {"tokens", "index_heads", "index_dim"},
               {DType::bf16, DType::f16, DType::f32, DType::f64, DType::f8_e4m3});
   const DType accumulation = accumulation_type(args.q.dtype);
@@ -46,11 +48,11 @@ Checked<IndexTopkForward> checked(const IndexTopkForward& args) {
   if (args.replay && !args.scores) check.fail("scores", "absent", refusal::replay_needs_scores);
   check_windows(check, args.begin, args.end, check.dim("keys"));
   if (args.replay) check_lengths(check, args.lengths, check.dim("topk"));
-  return {"index_topk_forward", args, check.device()};
+  return {args, check.device()};
 }
 
 Checked<IndexTopkBackward> checked(const IndexTopkBackward& args) {
-  Check check("index_topk_backward");
+  Check check(IndexTopkBackward::kOperator);
   check.input("q", args.q, {"tokens", "index_heads", "index_dim"}, kActivationTypes);
   const DType accumulation = accumulation_type(args.q.dtype);
   check.input("k", args.k, {"keys", "index_dim"}, {args.q.dtype});
@@ -66,28 +68,10 @@ Checked<IndexTopkBackward> checked(const IndexTopkBackward& args) {
   check_sizes(check);
   check_windows(check, args.begin, args.end, check.dim("keys"));
   check_lengths(check, args.lengths, check.dim("topk"));
-  return {"index_topk_backward", args, check.device()};
+  return {args, check.device()};
 }
 
-}  // namespace
-
-void index_topk_forward(const IndexTopkForward& args, const Execution& execution) {
-  run(checked(args), execution);
-}
-void index_topk_backward(const IndexTopkBackward& args, const Execution& execution) {
-  run(checked(args), execution);
-}
-std::size_t workspace_bytes(const IndexTopkForward& args, const Execution& execution) {
-  return workspace_bytes(checked(args), execution);
-}
-std::size_t workspace_bytes(const IndexTopkBackward& args, const Execution& execution) {
-  return workspace_bytes(checked(args), execution);
-}
-std::string why_not(const IndexTopkForward& args, const Execution& execution) {
-  return why_not(checked(args), execution);
-}
-std::string why_not(const IndexTopkBackward& args, const Execution& execution) {
-  return why_not(checked(args), execution);
-}
+template struct Operator<IndexTopkForward>;
+template struct Operator<IndexTopkBackward>;
 
 }  // namespace winnow

@@ -7,10 +7,9 @@
 #include "ops/dispatch.h"
 
 namespace winnow {
-namespace {
 
 Checked<KeyWindows> checked(const KeyWindows& args) {
-  Check check("key_windows");
+  Check check(KeyWindows::kOperator);
   check.input("cu_seqlens", args.cu_seqlens, {"documents + 1"}, {DType::i32});
   check.optional_input("cu_seqlens_padded", args.cu_seqlens_padded, {"documents + 1"},
                        {DType::i32});
@@ -22,19 +21,9 @@ Checked<KeyWindows> checked(const KeyWindows& args) {
   check.in_range("padding_rows", static_cast<std::int32_t>(args.padding_rows), 0,
                  static_cast<std::int32_t>(PaddingRows::see_document));
   check_documents(check, args.cu_seqlens, args.cu_seqlens_padded, args.query_rows);
-  return {"key_windows", args, check.device()};
+  return {args, check.device()};
 }
 
-}  // namespace
-
-void key_windows(const KeyWindows& args, const Execution& execution) {
-  run(checked(args), execution);
-}
-std::size_t workspace_bytes(const KeyWindows& args, const Execution& execution) {
-  return workspace_bytes(checked(args), execution);
-}
-std::string why_not(const KeyWindows& args, const Execution& execution) {
-  return why_not(checked(args), execution);
-}
+template struct Operator<KeyWindows>;
 
 }  // namespace winnow

@@ -52,15 +52,34 @@ void fill_scale(Args& args) {
 }
 
 template <class Args>
+std::int64_t slices(const Args& args) {
+  return batched(args) ? args.q.shape[0] : 1;
+}
+
+/// One slice of every tensor but the sink and its gradient, which all slices share.
+template <class Args>
+Args slice_batch(Args args, std::int64_t b) {
+  if (!batched(args)) return args;
+  for_each_field<Args>([&](const auto& field) {
+    if constexpr (requires { slice(args.*field.member, b); }) {
+      const std::string_view name = field.name;
+      if (name != "sink" && name != "d_sink") args.*field.member = slice(args.*field.member, b);
+    }
+  });
+  return args;
+}
+
+template <class Args>
 void check_contents(const Check& check, const Args& args) {
-  const std::int64_t slices = batched(args) ? args.q.shape[0] : 1;
-  for (std::int64_t b = 0; b < slices; ++b) {
-    check_lengths(check, batched(args) ? slice(args.lengths, b) : args.lengths, check.dim("topk"));
+  for (std::int64_t b = 0; b < slices(args); ++b) {
+    check_lengths(check, slice_batch(args, b).lengths, check.dim("topk"));
   }
 }
 
+}  // namespace
+
 Checked<SparseAttentionForward> checked(SparseAttentionForward args) {
-  Check check("sparse_attention_forward");
+  Check check(SparseAttentionForward::kOperator);
   check_shared(check, args, true);
   const DType accumulation = accumulation_type(args.q.dtype);
   check.optional_output("max_logits", args.max_logits, {"tokens", "heads"}, {accumulation});
@@ -68,11 +87,11 @@ Checked<SparseAttentionForward> checked(SparseAttentionForward args) {
   check.optional_input("sink", args.sink, {"heads"}, {accumulation});
   check_contents(check, args);
   fill_scale(args);
-  return {"sparse_attention_forward", args, check.device()};
+  return {args, check.device()};
 }
 
 Checked<SparseAttentionBackward> checked(SparseAttentionBackward args) {
-  Check check("sparse_attention_backward");
+  Check check(SparseAttentionBackward::kOperator);
   check_shared(check, args, false);
   const DType accumulation = accumulation_type(args.q.dtype);
   check.input("d_out", args.d_out, {"tokens", "heads", "v_dim"}, {args.q.dtype});
@@ -86,61 +105,19 @@ Checked<SparseAttentionBackward> checked(SparseAttentionBackward args) {
   check.in_range("max_heads_per_pass", args.max_heads_per_pass, 0, kMaxInt32);
   check_contents(check, args);
   fill_scale(args);
-  return {"sparse_attention_backward", args, check.device()};
+  return {args, check.device()};
 }
 
-SparseAttentionForward slice_batch(SparseAttentionForward args, std::int64_t b) {
-  for (Tensor* tensor :
-       {&args.q, &args.kv, &args.indices, &args.lengths, &args.out, &args.lse, &args.max_logits}) {
-    *tensor = slice(*tensor, b);
-  }
-  return args;
+std::int64_t slice_count(const SparseAttentionForward& args) { return slices(args); }
+std::int64_t slice_count(const SparseAttentionBackward& args) { return slices(args); }
+SparseAttentionForward slice_of(const SparseAttentionForward& args, std::int64_t b) {
+  return slice_batch(args, b);
+}
+SparseAttentionBackward slice_of(const SparseAttentionBackward& args, std::int64_t b) {
+  return slice_batch(args, b);
 }
 
-SparseAttentionBackward slice_batch(SparseAttentionBackward args, std::int64_t b) {
-  for (Tensor* tensor : {&args.q, &args.kv, &args.indices, &args.lengths, &args.out, &args.lse,
-                         &args.d_out, &args.d_lse, &args.d_q, &args.d_kv}) {
-    *tensor = slice(*tensor, b);
-  }
-  return args;
-}
-
-/// Any slice speaks for all in why_not and workspace_bytes: they have one shape.
-template <class Args>
-Checked<Args> one_slice(Checked<Args> call) {
-  if (batched(call.args)) call.args = slice_batch(call.args, 0);
-  return call;
-}
-
-template <class Args>
-void run_slices(const Checked<Args>& call, const Execution& execution) {
-  if (!batched(call.args)) return run(call, execution);
-  const std::int64_t slices = call.args.q.shape[0];
-  if (slices == 0) choose_or_throw(one_slice(call), execution);
-  for (std::int64_t b = 0; b < slices; ++b) {
-    run(Checked<Args>{call.op, slice_batch(call.args, b), call.device}, execution);
-  }
-}
-
-}  // namespace
-
-void sparse_attention_forward(const SparseAttentionForward& args, const Execution& execution) {
-  run_slices(checked(args), execution);
-}
-void sparse_attention_backward(const SparseAttentionBackward& args, const Execution& execution) {
-  run_slices(checked(args), execution);
-}
-std::size_t workspace_bytes(const SparseAttentionForward& args, const Execution& execution) {
-  return workspace_bytes(one_slice(checked(args)), execution);
-}
-std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution) {
-  return workspace_bytes(one_slice(checked(args)), execution);
-}
-std::string why_not(const SparseAttentionForward& args, const Execution& execution) {
-  return why_not(one_slice(checked(args)), execution);
-}
-std::string why_not(const SparseAttentionBackward& args, const Execution& execution) {
-  return why_not(one_slice(checked(args)), execution);
-}
+template struct Operator<SparseAttentionForward>;
+template struct Operator<SparseAttentionBackward>;
 
 }  // namespace winnow

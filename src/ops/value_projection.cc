@@ -15,17 +15,19 @@ void check_sizes(const Check& check) {
   check.dim_multiple_of("v_dim", 8);
 }
 
+}  // namespace
+
 Checked<ValueProjectionForward> checked(const ValueProjectionForward& args) {
-  Check check("value_projection_forward");
+  Check check(ValueProjectionForward::kOperator);
   check.input("out", args.out, {"tokens", "heads", "v_dim"}, kActivationTypes);
   check.input("w_v", args.w_v, {"heads", "head_dim", "v_dim"}, {args.out.dtype});
   check.output("out_v", args.out_v, {"tokens", "heads", "head_dim"}, {args.out.dtype});
   check_sizes(check);
-  return {"value_projection_forward", args, check.device()};
+  return {args, check.device()};
 }
 
 Checked<ValueProjectionBackward> checked(const ValueProjectionBackward& args) {
-  Check check("value_projection_backward");
+  Check check(ValueProjectionBackward::kOperator);
   check.input("out", args.out, {"tokens", "heads", "v_dim"}, kActivationTypes);
   check.input("w_v", args.w_v, {"heads", "head_dim", "v_dim"}, {args.out.dtype});
   check.input("d_out_v", args.d_out_v, {"tokens", "heads", "head_dim"}, {args.out.dtype});
@@ -33,28 +35,10 @@ Checked<ValueProjectionBackward> checked(const ValueProjectionBackward& args) {
   check.output("d_w_v", args.d_w_v, {"heads", "head_dim", "v_dim"},
                {accumulation_type(args.out.dtype), args.out.dtype});
   check_sizes(check);
-  return {"value_projection_backward", args, check.device()};
+  return {args, check.device()};
 }
 
-}  // namespace
-
-void value_projection_forward(const ValueProjectionForward& args, const Execution& execution) {
-  run(checked(args), execution);
-}
-void value_projection_backward(const ValueProjectionBackward& args, const Execution& execution) {
-  run(checked(args), execution);
-}
-std::size_t workspace_bytes(const ValueProjectionForward& args, const Execution& execution) {
-  return workspace_bytes(checked(args), execution);
-}
-std::size_t workspace_bytes(const ValueProjectionBackward& args, const Execution& execution) {
-  return workspace_bytes(checked(args), execution);
-}
-std::string why_not(const ValueProjectionForward& args, const Execution& execution) {
-  return why_not(checked(args), execution);
-}
-std::string why_not(const ValueProjectionBackward& args, const Execution& execution) {
-  return why_not(checked(args), execution);
-}
+template struct Operator<ValueProjectionForward>;
+template struct Operator<ValueProjectionBackward>;
 
 }  // namespace winnow

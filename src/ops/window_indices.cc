@@ -65,8 +65,10 @@ void check_lists(const Check& check, const WindowIndices& args) {
   }
 }
 
+}  // namespace
+
 Checked<WindowIndices> checked(const WindowIndices& args) {
-  Check check("window_indices");
+  Check check(WindowIndices::kOperator);
   check.input("cu_seqlens", args.cu_seqlens, {"documents + 1"}, {DType::i32});
   check.optional_input("cu_seqlens_padded", args.cu_seqlens_padded, {"documents + 1"},
                        {DType::i32});
@@ -86,19 +88,9 @@ Checked<WindowIndices> checked(const WindowIndices& args) {
   }
   check_documents(check, args.cu_seqlens, args.cu_seqlens_padded, args.query_rows);
   check_lists(check, args);
-  return {"window_indices", args, check.device()};
+  return {args, check.device()};
 }
 
-}  // namespace
-
-void window_indices(const WindowIndices& args, const Execution& execution) {
-  run(checked(args), execution);
-}
-std::size_t workspace_bytes(const WindowIndices& args, const Execution& execution) {
-  return workspace_bytes(checked(args), execution);
-}
-std::string why_not(const WindowIndices& args, const Execution& execution) {
-  return why_not(checked(args), execution);
-}
+template struct Operator<WindowIndices>;
 
 }  // namespace winnow

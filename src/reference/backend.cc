@@ -30,10 +30,14 @@ void run_op(const Args& args, const Execution& execution) {
   reference::run(args, workspace.execution());
 }
 
-template <class Args>
-constexpr Op<Args> op() {
-  return {why_not_op<Args>, workspace_bytes_of<Args>, run_op<Args>};
-}
+struct Loops {
+  template <class Args>
+  static Kernels<Args> kernels() {
+    static constexpr Kernel<Args> kLoops[] = {
+        {"loops", why_not_op<Args>, workspace_bytes_of<Args>, run_op<Args>}};
+    return kLoops;
+  }
+};
 
 }  // namespace
 
@@ -41,11 +45,8 @@ const BackendTable reference_backend = {
     .backend = Backend::reference,
     .reaches = DeviceKind::cpu,
     .why_not = [] { return std::string(); },
+    .why_not_device = [](Device) { return std::string(); },
     .describe = [] { return fmt::format("plain loops in double on {} threads", thread_count({})); },
-    .ops = {op<KeyWindows>(), op<WindowIndices>(), op<IndexTopkForward>(), op<IndexTopkBackward>(),
-            op<SparseAttentionForward>(), op<SparseAttentionBackward>(),
-            op<ValueProjectionForward>(), op<ValueProjectionBackward>(), op<IndexTarget>(),
-            op<IndexLoss>(), op<DenseIndexLossForward>(), op<DenseIndexLossBackward>(),
-            op<QuantizeFp8>()}};
+    .kernels = kernel_table<Loops>()};
 
 }  // namespace winnow

@@ -42,6 +42,11 @@ struct DeviceProperties {
   int shared_bytes = 0;  // the most shared memory that one block can have
 };
 
+/// Whether the device has the instructions of Hopper alone, for which *_sm90.cu are compiled.
+inline bool is_sm90(const DeviceProperties& device) {
+  return device.major == 9 && device.minor == 0;
+}
+
 /// What the runtime said when it was first asked, and the devices it has.
 struct Machine {
   cudaError_t error = cudaSuccess;

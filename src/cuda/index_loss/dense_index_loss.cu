@@ -274,8 +274,6 @@ BackwardPlan plan_of(const DenseIndexLossBackward& args, const Execution& execut
   return limited_bytes(args, plan) <= limit ? plan : plan_with(args, 1, execution);
 }
 
-}  // namespace
-
 // ---- Forward.
 
 std::size_t workspace_bytes(const DenseIndexLossForward& args, const Execution& execution) {
@@ -357,6 +355,20 @@ void run(const DenseIndexLossBackward& args, const Execution& execution) {
                    plan.terms, memory, stream);
   }
   finish_key_sums(d_index_k, args.d_index_k, stream);
+}
+
+}  // namespace
+
+Kernels<DenseIndexLossForward> kernels(std::type_identity<DenseIndexLossForward>) {
+  static constexpr Kernel<DenseIndexLossForward> kKernels[] = {
+      {"general", why_not, workspace_bytes, run}};
+  return kKernels;
+}
+
+Kernels<DenseIndexLossBackward> kernels(std::type_identity<DenseIndexLossBackward>) {
+  static constexpr Kernel<DenseIndexLossBackward> kKernels[] = {
+      {"general", why_not, workspace_bytes, run}};
+  return kKernels;
 }
 
 }  // namespace winnow::cuda

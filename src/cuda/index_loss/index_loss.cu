@@ -84,8 +84,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace
-
 void compute_divergence(const Divergence& call, cudaStream_t stream) {
   launch(divergence_kernel,
          {.blocks = std::min(call.tokens, kMaxBlocks), .threads = kThreads, .stream = stream},
@@ -115,6 +113,13 @@ void run(const IndexLoss& args, const Execution& execution) {
                       .d_scores_stride = args.d_scores.stride[0],
                       .tokens = args.indices.shape[0]},
                      execution.stream);
+}
+
+}  // namespace
+
+Kernels<IndexLoss> kernels(std::type_identity<IndexLoss>) {
+  static constexpr Kernel<IndexLoss> kKernels[] = {{"general", why_not, no_workspace, run}};
+  return kKernels;
 }
 
 }  // namespace winnow::cuda

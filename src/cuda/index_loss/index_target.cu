@@ -37,8 +37,6 @@ struct Probability {
   }
 };
 
-}  // namespace
-
 void sum_probabilities(const AttentionTarget& call, cudaStream_t stream) {
   const auto* const lse = data_of<const float>(call.lse);
   const auto* const sink = data_of<const float>(call.sink);
@@ -74,6 +72,13 @@ void run(const IndexTarget& args, const Execution& execution) {
                                 .stride = args.target.stride[0],
                                 .fills_rows = true}},
                     execution.stream);
+}
+
+}  // namespace
+
+Kernels<IndexTarget> kernels(std::type_identity<IndexTarget>) {
+  static constexpr Kernel<IndexTarget> kKernels[] = {{"general", why_not, no_workspace, run}};
+  return kKernels;
 }
 
 }  // namespace winnow::cuda

@@ -27,8 +27,6 @@ Plan plan_of(const IndexTopkBackward& args, const Execution& execution) {
   return {terms, Workspace::bytes({key_copy_bytes(args.d_k), terms.term_bytes, terms.order_bytes})};
 }
 
-}  // namespace
-
 std::size_t workspace_bytes(const IndexTopkBackward& args, const Execution& execution) {
   return plan_of(args, execution).bytes;
 }
@@ -62,6 +60,14 @@ void run(const IndexTopkBackward& args, const Execution& execution) {
                   .d_k = d_k},
                  plan.terms, memory, execution.stream);
   finish_key_sums(d_k, args.d_k, execution.stream);
+}
+
+}  // namespace
+
+Kernels<IndexTopkBackward> kernels(std::type_identity<IndexTopkBackward>) {
+  static constexpr Kernel<IndexTopkBackward> kKernels[] = {
+      {"general", why_not, workspace_bytes, run}};
+  return kKernels;
 }
 
 }  // namespace winnow::cuda

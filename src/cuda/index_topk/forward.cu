@@ -161,7 +161,7 @@ std::string why_not_sizes(const IndexTopkForward& args, int rows_per_group,
   if (args.replay) return {};
   const Sizes sizes = sizes_of(args, rows_per_group, execution);
   constexpr std::int64_t kMostGroups = std::int64_t{1} << 31;
-  if (sizes.groups >= kMostGroups) return "takes fewer rows";
+  if (sizes.groups >= kMostGroups) return refusal::takes_fewer_rows;
   return over_limit(sizes.workspace_bytes(), execution);
 }
 
@@ -171,10 +171,8 @@ std::size_t workspace_bytes_for(const IndexTopkForward& args, int rows_per_group
   return sizes_of(args, rows_per_group, execution).workspace_bytes();
 }
 
-}  // namespace
-
 std::string why_not_sm90(const IndexTopkForward& args, const Execution& execution) {
-  if (args.replay) return "does not replay";
+  if (args.replay) return refusal::no_replay;
   std::string reason = why_not_scores_sm90(args);
   return reason.empty() ? why_not_sizes(args, rows_per_group_sm90(args), execution) : reason;
 }
@@ -201,6 +199,15 @@ void run_general(const IndexTopkForward& args, const Execution& execution) {
   } else {
     select_all(args, kRowsPerGroupGeneral, scores_general, execution);
   }
+}
+
+}  // namespace
+
+Kernels<IndexTopkForward> kernels(std::type_identity<IndexTopkForward>) {
+  static constexpr Kernel<IndexTopkForward> kKernels[] = {
+      {"sm90", why_not_sm90, workspace_bytes_sm90, run_sm90},
+      {"general", why_not_general, workspace_bytes_general, run_general}};
+  return kKernels;
 }
 
 }  // namespace winnow::cuda

@@ -14,6 +14,9 @@
 // e4m3 half of that, and a stage more. Runs against the matrix units.
 #include <cstddef>
 
+#include <fmt/format.h>
+
+#include "core/refusals.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/hopper/barrier.cuh"
 #include "cuda/hopper/tensor_copy.cuh"
@@ -450,14 +453,17 @@ ForChunk scores_sm90(const IndexTopkForward& args, const Plan& plan, const Execu
 
 std::string why_not_scores_sm90(const IndexTopkForward& args) {
   const DeviceProperties& device = device_properties(args.q.device);
-  if (device.major != 9 || device.minor != 0) return "needs compute capability 9.0";
-  if (args.q.dtype == DType::f32) return "takes bf16, f16 and f8_e4m3";
-  if (args.q.shape[2] != kDim) return "takes index_dim 128";
-  if (args.q.shape[1] > 64) return "takes up to 64 heads";
+  if (!is_sm90(device)) {
+    return fmt::format(refusal::needs_capability, 9, 0, device.name, device.major, device.minor);
+  }
+  if (args.q.dtype == DType::f32)
+    return fmt::format(refusal::takes_dtypes, "bf16, f16 and f8_e4m3");
+  if (args.q.shape[2] != kDim) return fmt::format(refusal::takes_dim, "index_dim", kDim);
+  if (args.q.shape[1] > 64) return fmt::format(refusal::takes_dim_up_to, "index_heads", 64);
   if (args.q.shape[0] > 0 && !can_have_tensor_map(by_column(args.q)))
-    return "takes rows of q that begin at 16-byte boundaries, one behind another";
+    return fmt::format(refusal::takes_dense_rows, "q");
   if (args.k.shape[0] > 0 && !can_have_tensor_map(args.k))
-    return "takes rows of k that begin at 16-byte boundaries, one behind another";
+    return fmt::format(refusal::takes_dense_rows, "k");
   return {};
 }
 

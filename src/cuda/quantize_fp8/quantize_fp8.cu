@@ -108,8 +108,6 @@ void launch_for(const QuantizeFp8& args, const Parameters& parameters, cudaStrea
          parameters);
 }
 
-}  // namespace
-
 void run(const QuantizeFp8& args, const Execution& execution) {
   const DeviceGuard guard(args.x.device);
   const bool has_heads = args.x.rank == 3;
@@ -132,6 +130,13 @@ void run(const QuantizeFp8& args, const Execution& execution) {
   } else {
     launch_for<float>(args, parameters, execution.stream);
   }
+}
+
+}  // namespace
+
+Kernels<QuantizeFp8> kernels(std::type_identity<QuantizeFp8>) {
+  static constexpr Kernel<QuantizeFp8> kKernels[] = {{"general", always_able, no_workspace, run}};
+  return kKernels;
 }
 
 }  // namespace winnow::cuda

@@ -12,8 +12,8 @@
 #include "cuda/common/block_reduce.cuh"
 #include "cuda/common/key_sums.cuh"
 #include "cuda/common/runtime.h"
-#include "cuda/ops.h"
 #include "cuda/sparse_attention/backward_general/tile.cuh"
+#include "cuda/sparse_attention/kernels.h"
 
 namespace winnow::cuda {
 namespace {
@@ -282,24 +282,26 @@ void run_for(const SparseAttentionBackward& args, const Execution& execution) {
   finish_key_sums(d_kv, args.d_kv, execution.stream);
 }
 
-}  // namespace
-
-std::size_t workspace_bytes_general(const SparseAttentionBackward& args,
-                                    const Execution& execution) {
+std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution) {
   return plan_of(args, execution).bytes;
 }
 
-std::string why_not_general(const SparseAttentionBackward& args, const Execution& execution) {
+std::string why_not(const SparseAttentionBackward& args, const Execution& execution) {
   if (args.q.dtype == DType::f64) return refusal::no_f64;
-  if (choose_tile(args).heads == 0) return "has too little shared memory on this device";
+  if (choose_tile(args).heads == 0) return refusal::too_little_shared;
   return over_limit(plan_of(args, execution).bytes - key_copy_bytes(args.d_kv), execution);
 }
 
-void run_general(const SparseAttentionBackward& args, const Execution& execution) {
+void run(const SparseAttentionBackward& args, const Execution& execution) {
   const DeviceGuard guard(args.q.device);
   if (args.q.dtype == DType::bf16) return run_for<__nv_bfloat16>(args, execution);
   if (args.q.dtype == DType::f16) return run_for<__half>(args, execution);
   run_for<float>(args, execution);
 }
+
+}  // namespace
+
+const winnow::Kernel<SparseAttentionBackward> backward_general = {"general", why_not,
+                                                                  workspace_bytes, run};
 
 }  // namespace winnow::cuda

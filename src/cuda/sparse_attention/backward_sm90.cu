@@ -18,13 +18,16 @@
 #include <algorithm>
 #include <cstdint>
 
+#include <fmt/format.h>
+
+#include "core/refusals.h"
 #include "cuda/common/key_sums.cuh"
 #include "cuda/common/row_slots.cuh"
 #include "cuda/common/runtime.h"
 #include "cuda/common/tensor_map.h"
-#include "cuda/ops.h"
 #include "cuda/sparse_attention/backward_sm90/gradients.cuh"
 #include "cuda/sparse_attention/backward_sm90/scores.cuh"
+#include "cuda/sparse_attention/kernels.h"
 
 namespace winnow::cuda {
 namespace {
@@ -215,27 +218,25 @@ void run_in_order(const SparseAttentionBackward& args, const KeySums& d_kv, Work
   }
 }
 
-}  // namespace
-
-std::string why_not_sm90(const SparseAttentionBackward& args, const Execution& execution) {
+std::string why_not(const SparseAttentionBackward& args, const Execution& execution) {
   const DeviceProperties& device = device_properties(args.q.device);
-  if (device.major != 9 || device.minor != 0) return "needs compute capability 9.0";
-  if (args.q.dtype != DType::bf16 && args.q.dtype != DType::f16) return "takes bf16 and f16";
+  if (!is_sm90(device)) {
+    return fmt::format(refusal::needs_capability, 9, 0, device.name, device.major, device.minor);
+  }
+  if (args.q.dtype != DType::bf16 && args.q.dtype != DType::f16)
+    return fmt::format(refusal::takes_dtypes, "bf16 and f16");
   const std::int64_t qk_dim = args.q.shape[2];
   if ((qk_dim != 576 && qk_dim != 512) || args.out.shape[2] != 512)
-    return "takes widths 576/512 and 512/512";
+    return fmt::format(refusal::takes_widths, "576/512 and 512/512");
   for (const Tensor* tensor : {&args.kv, &args.out, &args.d_out, &args.d_q, &args.d_kv}) {
     if (!has_aligned_rows(*tensor))
-      return "takes rows of kv, out and gradients that begin at 16-byte boundaries";
+      return fmt::format(refusal::takes_aligned_rows, "kv, out and gradients");
   }
   if (args.q.shape[0] > 0 && (!can_have_tensor_map(args.q) || !can_have_tensor_map(args.d_out)))
-    return "takes rows of q and d_out that begin at 16-byte boundaries, one behind another";
-  constexpr std::int64_t kMostItems = std::int64_t{1} << 30;
-  if (args.q.shape[0] * ((args.q.shape[1] + kHeads - 1) / kHeads) > kMostItems)
-    return "takes fewer rows";
+    return fmt::format(refusal::takes_dense_rows, "q and d_out");
   if (execution.deterministic) {
     const OrderedPlan plan = plan_in_order(args, execution);
-    if (plan.terms.slots < args.indices.shape[1]) return "takes all slots of a row at a time";
+    if (plan.terms.slots < args.indices.shape[1]) return refusal::takes_whole_rows;
     return over_limit(
         Workspace::bytes({plan.terms.term_bytes, plan.terms.order_bytes, plan.d_sink_bytes}),
         execution);
@@ -243,15 +244,15 @@ std::string why_not_sm90(const SparseAttentionBackward& args, const Execution& e
   return {};
 }
 
-std::size_t workspace_bytes_sm90(const SparseAttentionBackward& args, const Execution& execution) {
+std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution) {
   const OrderedPlan plan = plan_in_order(args, execution);
   return Workspace::bytes({key_copy_bytes(args.d_kv), plan.terms.term_bytes, plan.terms.order_bytes,
                            plan.d_sink_bytes});
 }
 
-void run_sm90(const SparseAttentionBackward& args, const Execution& execution) {
+void run(const SparseAttentionBackward& args, const Execution& execution) {
   const DeviceGuard guard(args.d_kv.device);
-  Workspace workspace(execution, workspace_bytes_sm90(args, execution));
+  Workspace workspace(execution, workspace_bytes(args, execution));
   const KeySums sums = begin_key_sums(args.d_kv, workspace, execution.stream);
   if (args.q.shape[0] > 0) {
     if (execution.deterministic) {
@@ -262,5 +263,10 @@ void run_sm90(const SparseAttentionBackward& args, const Execution& execution) {
   }
   finish_key_sums(sums, args.d_kv, execution.stream);
 }
+
+}  // namespace
+
+const winnow::Kernel<SparseAttentionBackward> backward_sm90 = {"sm90", why_not, workspace_bytes,
+                                                               run};
 
 }  // namespace winnow::cuda

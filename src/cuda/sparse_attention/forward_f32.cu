@@ -10,11 +10,13 @@
 // for four products of the scores.
 #include <algorithm>
 
+#include <fmt/format.h>
+
 #include "core/refusals.h"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/runtime.h"
 #include "cuda/common/softmax.cuh"
-#include "cuda/ops.h"
+#include "cuda/sparse_attention/kernels.h"
 
 namespace winnow::cuda {
 namespace {
@@ -224,13 +226,12 @@ int choose_tile_keys(const SparseAttentionForward& args) {
   return tile_keys;
 }
 
-}  // namespace
-
-std::string why_not_f32(const SparseAttentionForward& args, const Execution&) {
-  return args.q.dtype == DType::f32 ? "" : refusal::no_f64;
+std::string why_not(const SparseAttentionForward& args, const Execution&) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  return args.q.dtype == DType::f32 ? "" : fmt::format(refusal::takes_dtypes, "f32");
 }
 
-void run_f32(const SparseAttentionForward& args, const Execution& execution) {
+void run(const SparseAttentionForward& args, const Execution& execution) {
   const DeviceGuard guard(args.q.device);
   const int tile_keys = choose_tile_keys(args);
   const std::int64_t tokens = args.q.shape[0];
@@ -270,5 +271,9 @@ void run_f32(const SparseAttentionForward& args, const Execution& execution) {
           .stream = execution.stream},
          parameters);
 }
+
+}  // namespace
+
+const winnow::Kernel<SparseAttentionForward> forward_f32 = {"f32", why_not, no_workspace, run};
 
 }  // namespace winnow::cuda

@@ -16,10 +16,13 @@
 #include <array>
 #include <type_traits>
 
+#include <fmt/format.h>
+
+#include "core/refusals.h"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/runtime.h"
 #include "cuda/common/softmax.cuh"
-#include "cuda/ops.h"
+#include "cuda/sparse_attention/kernels.h"
 
 namespace winnow::cuda {
 namespace {
@@ -472,15 +475,14 @@ bool has_aligned_pairs(const Tensor& tensor) {
   return bits % 2 == 0;
 }
 
-}  // namespace
-
-std::string why_not_general(const SparseAttentionForward& args, const Execution&) {
-  if (args.q.dtype != DType::bf16 && args.q.dtype != DType::f16) return "takes bf16 and f16 here";
-  if (choose_tile(args).heads == 0) return "has too little shared memory on this device";
+std::string why_not(const SparseAttentionForward& args, const Execution&) {
+  if (args.q.dtype != DType::bf16 && args.q.dtype != DType::f16)
+    return fmt::format(refusal::takes_dtypes, "bf16 and f16");
+  if (choose_tile(args).heads == 0) return refusal::too_little_shared;
   return {};
 }
 
-void run_general(const SparseAttentionForward& args, const Execution& execution) {
+void run(const SparseAttentionForward& args, const Execution& execution) {
   const DeviceGuard guard(args.q.device);
   const Tile tile = choose_tile(args);
   const std::int64_t tokens = args.q.shape[0];
@@ -525,5 +527,10 @@ void run_general(const SparseAttentionForward& args, const Execution& execution)
           .stream = execution.stream},
          parameters);
 }
+
+}  // namespace
+
+const winnow::Kernel<SparseAttentionForward> forward_general = {"general", why_not, no_workspace,
+                                                                run};
 
 }  // namespace winnow::cuda

@@ -18,10 +18,13 @@
 #include <algorithm>
 #include <string>
 
+#include <fmt/format.h>
+
+#include "core/refusals.h"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/runtime.h"
 #include "cuda/common/softmax.cuh"
-#include "cuda/ops.h"
+#include "cuda/sparse_attention/kernels.h"
 
 namespace winnow::cuda {
 namespace {
@@ -488,24 +491,22 @@ Choice choose(const SparseAttentionForward& args) {
                                      : choose_dim<__half>(qk_dim, heads);
 }
 
-}  // namespace
-
-std::string why_not_narrow(const SparseAttentionForward& args, const Execution&) {
-  if (args.q.dtype != DType::bf16 && args.q.dtype != DType::f16) return "takes bf16 and f16";
-  if (args.q.shape[2] > kMaxDim)
-    return "takes rows of at most " + std::to_string(kMaxDim) + " elements";
-  if (args.q.shape[1] > kMaxHeads) return "takes at most " + std::to_string(kMaxHeads) + " heads";
+std::string why_not(const SparseAttentionForward& args, const Execution&) {
+  if (args.q.dtype != DType::bf16 && args.q.dtype != DType::f16)
+    return fmt::format(refusal::takes_dtypes, "bf16 and f16");
+  if (args.q.shape[2] > kMaxDim) return fmt::format(refusal::takes_dim_up_to, "qk_dim", kMaxDim);
+  if (args.q.shape[1] > kMaxHeads) return fmt::format(refusal::takes_dim_up_to, "heads", kMaxHeads);
   if (!has_aligned_rows(args.q) || !has_aligned_rows(args.kv) || !has_aligned_rows(args.out)) {
-    return "takes rows of q, kv and out that begin at 16-byte boundaries";
+    return fmt::format(refusal::takes_aligned_rows, "q, kv and out");
   }
   if (choose(args).shared_bytes >
       static_cast<std::size_t>(device_properties(args.q.device).shared_bytes)) {
-    return "has too little shared memory on this device";
+    return refusal::too_little_shared;
   }
   return {};
 }
 
-void run_narrow(const SparseAttentionForward& args, const Execution& execution) {
+void run(const SparseAttentionForward& args, const Execution& execution) {
   const DeviceGuard guard(args.q.device);
   const Choice choice = choose(args);
   const std::int64_t tokens = args.q.shape[0];
@@ -542,5 +543,10 @@ void run_narrow(const SparseAttentionForward& args, const Execution& execution) 
           .stream = execution.stream},
          parameters);
 }
+
+}  // namespace
+
+const winnow::Kernel<SparseAttentionForward> forward_narrow = {"narrow", why_not, no_workspace,
+                                                               run};
 
 }  // namespace winnow::cuda

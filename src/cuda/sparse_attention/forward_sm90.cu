@@ -21,10 +21,13 @@
 #include <algorithm>
 #include <cstdint>
 
+#include <fmt/format.h>
+
+#include "core/refusals.h"
 #include "cuda/common/runtime.h"
-#include "cuda/ops.h"
 #include "cuda/sparse_attention/forward_sm90/scores.cuh"
 #include "cuda/sparse_attention/forward_sm90/values.cuh"
+#include "cuda/sparse_attention/kernels.h"
 
 namespace winnow::cuda {
 namespace {
@@ -95,27 +98,24 @@ void launch_for(const SparseAttentionForward& args, const Execution& execution) 
          how, params);
 }
 
-}  // namespace
-
-std::string why_not_sm90(const SparseAttentionForward& args, const Execution&) {
+std::string why_not(const SparseAttentionForward& args, const Execution&) {
   const DeviceProperties& device = device_properties(args.q.device);
-  if (device.major != 9 || device.minor != 0) return "needs compute capability 9.0";
-  if (args.q.dtype != DType::bf16 && args.q.dtype != DType::f16) return "takes bf16 and f16";
+  if (!is_sm90(device)) {
+    return fmt::format(refusal::needs_capability, 9, 0, device.name, device.major, device.minor);
+  }
+  if (args.q.dtype != DType::bf16 && args.q.dtype != DType::f16)
+    return fmt::format(refusal::takes_dtypes, "bf16 and f16");
   const std::int64_t qk_dim = args.q.shape[2];
   if ((qk_dim != 576 && qk_dim != 512) || args.out.shape[2] != 512)
-    return "takes widths 576/512 and 512/512";
+    return fmt::format(refusal::takes_widths, "576/512 and 512/512");
   if (!has_aligned_rows(args.q) || !has_aligned_rows(args.kv) || !has_aligned_rows(args.out)) {
-    return "takes rows of q, kv and out that begin at 16-byte boundaries";
+    return fmt::format(refusal::takes_aligned_rows, "q, kv and out");
   }
-  // One row is one or more items, and an item's number plus the stride of the grid is an int.
-  constexpr std::int64_t kMostItems = std::int64_t{1} << 30;
-  if (args.q.shape[0] * ((args.q.shape[1] + kHeads - 1) / kHeads) > kMostItems)
-    return "takes fewer rows";
-  if (args.scale < 0) return "takes a positive scale";
+  if (args.scale < 0) return refusal::takes_positive_scale;
   return {};
 }
 
-void run_sm90(const SparseAttentionForward& args, const Execution& execution) {
+void run(const SparseAttentionForward& args, const Execution& execution) {
   if (args.q.shape[0] == 0) return;
   const DeviceGuard guard(args.q.device);
   if (args.q.dtype == DType::bf16) {
@@ -124,5 +124,9 @@ void run_sm90(const SparseAttentionForward& args, const Execution& execution) {
     launch_for<__half>(args, execution);
   }
 }
+
+}  // namespace
+
+const winnow::Kernel<SparseAttentionForward> forward_sm90 = {"sm90", why_not, no_workspace, run};
 
 }  // namespace winnow::cuda

@@ -354,8 +354,6 @@ void multiply(const Product& product, DType dtype, cudaStream_t stream) {
          product);
 }
 
-}  // namespace
-
 std::string why_not(const ValueProjectionForward& args, const Execution&) {
   return args.out.dtype == DType::f64 ? refusal::no_f64 : "";
 }
@@ -395,6 +393,20 @@ void run(const ValueProjectionBackward& args, const Execution& execution) {
                  .heads = args.w_v.shape[0]};
   set_result(to_w_v, args.d_w_v, false, args.d_w_v.dtype == DType::f32);
   multiply(to_w_v, args.out.dtype, execution.stream);
+}
+
+}  // namespace
+
+Kernels<ValueProjectionForward> kernels(std::type_identity<ValueProjectionForward>) {
+  static constexpr Kernel<ValueProjectionForward> kKernels[] = {
+      {"general", why_not, no_workspace, run}};
+  return kKernels;
+}
+
+Kernels<ValueProjectionBackward> kernels(std::type_identity<ValueProjectionBackward>) {
+  static constexpr Kernel<ValueProjectionBackward> kKernels[] = {
+      {"general", why_not, no_workspace, run}};
+  return kKernels;
 }
 
 }  // namespace winnow::cuda

@@ -38,8 +38,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace
-
 std::size_t workspace_bytes(const KeyWindows& args, const Execution&) {
   return Workspace::bytes({pool_bytes(args.cu_seqlens, has_pools(args))});
 }
@@ -64,6 +62,13 @@ void run(const KeyWindows& args, const Execution& execution) {
                     .tokens = args.begin.shape[0],
                     .ratio = args.ratio,
                     .padding_sees_document = args.padding_rows == PaddingRows::see_document});
+}
+
+}  // namespace
+
+Kernels<KeyWindows> kernels(std::type_identity<KeyWindows>) {
+  static constexpr Kernel<KeyWindows> kKernels[] = {{"general", why_not, workspace_bytes, run}};
+  return kKernels;
 }
 
 }  // namespace winnow::cuda

@@ -90,8 +90,6 @@ __global__ void __launch_bounds__(kRowsPerBlock* kLanes)
 
 bool has_pools(const WindowIndices& args) { return args.ratio > 0; }
 
-}  // namespace
-
 std::size_t workspace_bytes(const WindowIndices& args, const Execution&) {
   return Workspace::bytes({pool_bytes(args.cu_seqlens, has_pools(args))});
 }
@@ -123,6 +121,13 @@ void run(const WindowIndices& args, const Execution& execution) {
                     .window = args.window,
                     .ratio = args.ratio,
                     .key_offset = args.key_offset});
+}
+
+}  // namespace
+
+Kernels<WindowIndices> kernels(std::type_identity<WindowIndices>) {
+  static constexpr Kernel<WindowIndices> kKernels[] = {{"general", why_not, workspace_bytes, run}};
+  return kKernels;
 }
 
 }  // namespace winnow::cuda
