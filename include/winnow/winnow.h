@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// All of winnow.
+// Includes the whole public API.
 //
-// For every argument struct there is the op itself, and two questions about it by overload.
+// For every argument struct there is the op itself and an overload of two queries.
 //
-// workspace_bytes(args, execution): the memory that the call takes. Pass that much in Execution, or
-// let the call take it.
+// workspace_bytes(args, execution): the workspace that the call needs. Pass that much in Execution,
+// or let the call allocate it.
 //
-// why_not(args, execution): empty if the call can run as asked, else a sentence that says why not.
+// why_not(args, execution): empty if the call can run as requested, else the reason why not.
 //
-// All three throw Error(invalid_argument) for a call that is not legal anywhere.
+// All three throw Error(invalid_argument) for a call that is invalid on every backend.
 #pragma once
 
 #include "winnow/error.h"
@@ -26,7 +26,7 @@
 
 namespace winnow {
 
-/// "0.1.0"
+/// The version of the library, such as "0.1.0".
 const char* version();
 
 }  // namespace winnow
