@@ -28,7 +28,7 @@ void run() {
   std::vector<std::int32_t>& rows = shards.rows[ranks->rank()];
   const auto own = static_cast<std::int64_t>(rows.size());
 
-  // Stands for the output of a layer's projections for the rows of this rank.
+  // Synthetic values in place of a layer's projections of the rows of this rank.
   std::vector<float> q(own * kHeads * kDim), kv(own * kDim), weights(own * kHeads, 1.0f);
   for (std::int64_t i = 0; i < own * kHeads * kDim; ++i)
     q[i] = std::sin(0.1f * static_cast<float>(rows[i / (kHeads * kDim)] + i % (kHeads * kDim)));
