@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One packed batch over the ranks of an MPI job: mpirun -n 4 context_parallel
-// Each rank makes the queries and keys of its own rows, gathers the keys of all ranks, attends, and
-// gets the gradients of its own keys back, summed over ranks.
+// Sparse attention on one packed batch over the ranks of an MPI job: mpirun -n 4 context_parallel
+// Each rank computes the queries and keys of its own rows, gathers the keys of all ranks, attends,
+// and receives the gradients of its own keys, summed over ranks.
 #include <cmath>
 #include <cstdio>
 #include <exception>
@@ -21,26 +21,26 @@ void run() {
   const MPI_Comm world = MPI_COMM_WORLD;
   const auto ranks = winnow::mpi_communicator(&world);
 
-  // Two documents of 66 and 30 tokens. Zigzag shards give all ranks the same causal work.
+  // Two documents of 66 and 30 tokens. Zigzag shards balance the causal work over the ranks.
   std::vector<std::int32_t> cu_seqlens = {0, 66, 96};
   winnow::Shards shards =
       winnow::shard_rows(cu_seqlens, kTokens, ranks->size(), winnow::Sharding::zigzag);
   std::vector<std::int32_t>& rows = shards.rows[ranks->rank()];
   const auto own = static_cast<std::int64_t>(rows.size());
 
-  // What a layer's projections would make of this rank's rows.
+  // Synthetic values in place of a layer's projections of the rows of this rank.
   std::vector<float> q(own * kHeads * kDim), kv(own * kDim), weights(own * kHeads, 1.0f);
   for (std::int64_t i = 0; i < own * kHeads * kDim; ++i)
     q[i] = std::sin(0.1f * static_cast<float>(rows[i / (kHeads * kDim)] + i % (kHeads * kDim)));
   for (std::int64_t i = 0; i < own * kDim; ++i)
     kv[i] = std::cos(0.3f * static_cast<float>(rows[i / kDim] + i % kDim));
 
-  // The keys of all ranks in global order. The indexer has the same keys as attention here.
+  // The keys of all ranks in global order. To be short, the indexer uses the keys of attention.
   std::vector<float> all_kv(kTokens * kDim);
   const auto keys = tensor(all_kv.data(), DType::f32, {kTokens, kDim});
   winnow::gather_keys(*ranks, tensor(kv.data(), DType::f32, {own, kDim}), keys, shards);
 
-  // The operators are those of one rank; only the windows know which rows the queries are.
+  // The operators are called as on a single rank; only key_windows gets the global rows.
   std::vector<std::int32_t> begin(own), end(own), indices(own * kTopk), lengths(own);
   std::vector<float> out(q.size()), lse(own * kHeads), d_q(q.size()), d_kv(own * kDim);
   const auto queries = tensor(q.data(), DType::f32, {own, kHeads, kDim});
@@ -64,7 +64,7 @@ void run() {
   winnow::sparse_attention_forward(
       {.q = queries, .kv = keys, .indices = lists, .lengths = counts, .out = outs, .lse = lses});
 
-  // Backward of sum(out^2) / 2: first for all keys, then summed over ranks for the own ones.
+  // Backward of sum(out^2) / 2: gradients of all keys from local queries, then summed over ranks.
   std::vector<float> all_d_kv(kTokens * kDim, 0.0f);
   const auto all_sums = tensor(all_d_kv.data(), DType::f32, {kTokens, kDim});
   winnow::sparse_attention_backward({.q = queries,
@@ -78,7 +78,7 @@ void run() {
                                      .d_kv = all_sums});
   winnow::scatter_key_grads(*ranks, all_sums, tensor(d_kv.data(), DType::f32, {own, kDim}), shards);
 
-  if (own == 0) {  // few rows over many ranks
+  if (own == 0) {  // possible with more ranks than rows
     std::printf("rank %d of %d: no rows\n", ranks->rank(), ranks->size());
     return;
   }
@@ -97,7 +97,7 @@ int main(int argc, char** argv) {
     run();
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
-    MPI_Abort(MPI_COMM_WORLD, 1);  // or the other ranks would wait for this one
+    MPI_Abort(MPI_COMM_WORLD, 1);  // else the other ranks would wait for this one
   }
   MPI_Finalize();
 }

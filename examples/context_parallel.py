@@ -3,8 +3,8 @@
 
     torchrun --nproc-per-node 4 examples/context_parallel.py [--device cuda]
 
-Every rank holds some rows of two documents and computes what concerns their queries. Rank 0 then
-does the same with all rows alone, and compares.
+Every rank holds a shard of the rows of two documents and computes the results of its queries. Then
+rank 0 runs the same layer on the whole batch alone and compares.
 """
 
 import argparse
@@ -22,7 +22,7 @@ SCALE = QK_DIM**-0.5
 
 
 def inputs(device: str) -> dict[str, Tensor]:
-    """Of the whole batch, the same on every rank; a model would make them from its own rows."""
+    """Inputs of the whole batch, the same on every rank; a model would compute its own rows."""
     shapes = {
         "q": (TOKENS, HEADS, QK_DIM),
         "kv": (TOKENS, QK_DIM),
@@ -39,10 +39,10 @@ def inputs(device: str) -> dict[str, Tensor]:
 
 
 def layer(packing: winnow.Packing, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Results and gradients for the rows of this rank."""
+    """Runs forward and backward; returns results and gradients for the rows of this rank."""
     own = {name: packing.shard(x).requires_grad_() for name, x in batch.items()}
     index_keys = winnow.gather_keys(own["index_k"], packing)
-    keys = winnow.gather_keys(own["kv"], packing)  # under way while the indexer works
+    keys = winnow.gather_keys(own["kv"], packing)  # overlaps with the indexer
     selection = winnow.index_topk(own["index_q"], index_keys, own["weights"], packing, topk=TOPK)
     out, lse, _ = winnow.sparse_attention(
         own["q"], keys, selection.indices, v_dim=V_DIM, scale=SCALE, lengths=selection.lengths
@@ -65,7 +65,7 @@ def main() -> None:
         packing = winnow.Packing(cu_seqlens, group=dist.group.WORLD)  # zigzag
         batch = inputs(device)
         results = layer(packing, batch)
-        # For the comparison alone: every result of every rank.
+        # Only for the comparison: gather the results of all ranks.
         whole = {name: winnow.gather_keys(x, packing).whole for name, x in results.items()}
         if dist.get_rank() == 0:
             print(f"{dist.get_world_size()} ranks, {packing.tokens} of {TOKENS} rows on rank 0")

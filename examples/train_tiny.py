@@ -3,11 +3,11 @@
 
     python examples/train_tiny.py [--device cuda] [--steps 400] [--plot train_tiny.png]
 
-A document is some random letters, a separator, and the same letters again; documents of different
-lengths are packed into one batch. Both models begin with the same weights and see the same batches.
-winnow's attends to all keys at first, while its indexers learn from attention which keys matter,
-and then to no more than 8 of up to 49. Prints losses and accuracies, and plots the losses where
-matplotlib is installed.
+A document is a random word, a separator, and the same word again; documents of different lengths
+are packed into one batch. Both models start from the same weights and see the same batches. The
+model with winnow attends to all keys during warm-up, while its indexers learn from attention which
+keys matter, and then to at most 8 of up to 49. Prints losses and accuracies, and plots the losses
+if matplotlib is installed.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from torch.nn.functional import cross_entropy
 import winnow
 
 LETTERS, SEPARATOR = 16, 16
-SHORTEST, LONGEST = 8, 24  # letters of a document
-DOCUMENTS = 16  # of a batch
+SHORTEST, LONGEST = 8, 24  # letters per word
+DOCUMENTS = 16  # per batch
 WIDTH, HEADS, LATENT, ROPE = 64, 4, 32, 16
 SCALE = (LATENT + ROPE) ** -0.5
 INDEX_HEADS, INDEX_DIM, TOPK = 4, 16, 8
 
 
 class Batch:
-    """Packed documents; `targets` is the next letter where it can be known, else -100."""
+    """Packed documents; `targets` is the next letter within the copy, else -100 (ignored)."""
 
     def __init__(self, generator: torch.Generator, device: str) -> None:
         letters, positions, targets, lengths = [], [], [], [0]
@@ -36,7 +36,8 @@ class Batch:
             n = int(torch.randint(SHORTEST, LONGEST + 1, (), generator=generator))
             word = torch.randint(LETTERS, (n,), generator=generator)
             letters += [word, torch.tensor([SEPARATOR]), word]
-            # The copy counts from a place of its own: its letter i stands at LONGEST + 1 + i.
+            # Positions in the copy start at LONGEST for every word: its letter i is at
+            # LONGEST + 1 + i.
             positions += [torch.arange(n), torch.arange(LONGEST, LONGEST + 1 + n)]
             targets += [torch.full((n,), -100), word, torch.tensor([-100])]
             lengths.append(2 * n + 1)
@@ -48,7 +49,7 @@ class Batch:
 
 
 class Attention(nn.Module):
-    """Latent attention, one shared key a row, with a lightning indexer beside it."""
+    """Multi-head latent attention with one shared key per token, and its lightning indexer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class Attention(nn.Module):
         self.index_weights = nn.Linear(WIDTH, INDEX_HEADS, bias=False)
 
     def forward(self, x: Tensor, packing: winnow.Packing, topk: int | None):
-        """With topk None dense attention in plain torch, and no index loss."""
+        """Dense attention in plain torch if topk is None; then the index loss is 0."""
         q, kv = self.q(x).view(-1, HEADS, LATENT + ROPE), self.kv(x)
         if topk is None:
             out, index_loss = self.dense(q, kv, packing), x.new_zeros(())
@@ -103,7 +104,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(WIDTH, LETTERS)
 
     def forward(self, batch: Batch, topk: int | None) -> tuple[Tensor, Tensor]:
-        """Logits of every row, and the loss of both indexers."""
+        """Returns the logits of every row and the summed loss of both indexers."""
         x = self.letters(batch.letters) + self.positions(batch.positions)
         index_loss = x.new_zeros(())
         for i in range(2):
@@ -115,7 +116,7 @@ class Decoder(nn.Module):
 
 
 def train(name: str, steps: int, device: str) -> dict[str, list[float]]:
-    """Losses of every step."""
+    """Trains one model and returns its losses at every step."""
     torch.manual_seed(1)
     model = Decoder().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -169,7 +170,7 @@ def main() -> None:
     parser.add_argument("--plot", default="train_tiny.png", help="where the picture goes")
     given = parser.parse_args()
     if given.device == "cpu":
-        torch.set_num_threads(1)  # for products this small more threads only wait for each other
+        torch.set_num_threads(1)  # matrices this small do not gain from more threads
     curves = {name: train(name, given.steps, given.device) for name in ("dense", "winnow")}
     try:
         plot(curves, given.plot)

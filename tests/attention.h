@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One call of sparse attention as plain vectors, so that a test can change what it is about.
+// One call of sparse_attention as plain vectors, which a test can modify before it runs the call.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace winnow::tests {
 
 struct Attention {
-  std::int64_t batch = 0;  // 0: no such dimension
+  std::int64_t batch = 0;  // 0: no batch dimension
   std::int64_t tokens = 6;
   std::int64_t keys = 20;
   std::int64_t heads = 3;
@@ -31,7 +31,7 @@ struct Attention {
 
   DType d_kv_type = DType::f32;
   Values d_kv_before{};    // empty: zeros
-  Values d_sink_before{};  // likewise; d_sink is there if sink is
+  Values d_sink_before{};  // empty: zeros; d_sink is present if sink is
 
   std::int64_t slices() const { return std::max<std::int64_t>(batch, 1); }
   std::int64_t rows() const { return slices() * tokens; }
@@ -46,14 +46,14 @@ struct Attention {
 
 struct AttentionOutputs {
   Values out, lse, max_logits;
-  Values sums{};  // of p |v|, for each element of out: what its error is judged by
+  Values sums{};  // sum_j p_j |v_j| for each element of out, the scale of its error
 };
 
 struct AttentionGradients {
   Values d_q, d_kv, d_sink;
 };
 
-/// Fills in what the sizes ask for: normal values, and in every row different keys, shuffled.
+/// Fills all tensors: normally distributed values, and distinct keys in random order in every row.
 inline Attention filled(Attention a, std::uint64_t seed) {
   a.q = normals(a.rows() * a.heads * a.qk_dim, seed, "q");
   a.kv = normals(a.slices() * a.keys * a.qk_dim, seed, "kv");
@@ -78,7 +78,7 @@ inline Attention with_sink(Attention a, std::uint64_t seed) {
   return a;
 }
 
-/// The query rows [first, first + count) alone.
+/// The same call with only the query rows [first, first + count).
 inline Attention rows_of(const Attention& a, std::int64_t first, std::int64_t count) {
   Attention result = a;
   result.tokens = count;
@@ -100,7 +100,7 @@ inline AttentionOutputs rows_of(const Attention& a, const AttentionOutputs& outp
 
 inline DType accumulation_type(DType dtype) { return dtype == DType::f64 ? dtype : DType::f32; }
 
-/// The memory of a forward call.
+/// Buffers and arguments of a forward call.
 struct AttentionForwardWork {
   AttentionForwardWork(const Attention& a, Device device)
       : q(floats(device, a.dtype, a.shape({a.tokens, a.heads, a.qk_dim}), a.q, a.row_padding)),
@@ -132,7 +132,7 @@ struct AttentionForwardWork {
   SparseAttentionForward args;
 };
 
-/// The memory of a backward call.
+/// Buffers and arguments of a backward call.
 struct AttentionBackwardWork {
   AttentionBackwardWork(const Attention& a, const AttentionOutputs& outputs, Device device)
       : forward(a, device),
@@ -145,7 +145,7 @@ struct AttentionBackwardWork {
     forward.out.upload(outputs.out);
     forward.lse.upload(outputs.lse);
     const Values no_d_kv(static_cast<std::size_t>(a.slices() * a.keys * a.qk_dim));
-    // A d_kv that is overwritten starts as poison.
+    // A d_kv that is overwritten is initialised with NaN, so that a missed element shows.
     if (d_kv.tensor().dtype == accumulation_type(a.dtype))
       d_kv.upload(a.d_kv_before.empty() ? no_d_kv : a.d_kv_before);
     if (!a.sink.empty()) {
@@ -197,7 +197,7 @@ inline AttentionGradients forward_backward(const Attention& a, const Execution& 
   return backward(a, forward(a, execution), execution);
 }
 
-/// The formulas of the header over lists of keys, in double, on the values as they are stored.
+/// The formulas of the header in double, on the stored (rounded) values.
 inline AttentionOutputs plain_attention(const Attention& a) {
   const Values q = as_stored(a.dtype, a.q);
   const Values kv = as_stored(a.dtype, a.kv);
@@ -240,7 +240,7 @@ inline AttentionOutputs plain_attention(const Attention& a) {
   return result;
 }
 
-/// Judges outputs by the tolerances of the harness.
+/// Compares outputs within the tolerances of the harness.
 inline void expect_close(const Attention& a, const AttentionOutputs& actual,
                          const AttentionOutputs& expected) {
   const Values sums = expected.sums.empty() ? plain_attention(a).sums : expected.sums;
@@ -272,11 +272,11 @@ inline void expect_same_bits(const AttentionGradients& actual, const AttentionGr
   EXPECT_TRUE(same_bits(actual.d_sink, expected.d_sink));
 }
 
-/// Shapes on which properties are tested: an uneven one, and those of the models, for which
-/// backends may have kernels of their own.
+/// Shapes on which properties are tested: an odd one, and those of the models, for which backends
+/// may have specialised kernels.
 inline std::vector<Attention> attention_shapes(Backend backend) {
   std::vector<Attention> shapes = {{}, {.dtype = DType::f32}};
-  if (backend == Backend::reference) return shapes;  // it has one kernel
+  if (backend == Backend::reference) return shapes;  // it has a single kernel
   shapes.push_back({.tokens = 5,
                     .keys = 300,
                     .heads = 64,

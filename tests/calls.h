@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call of any op in one form, so that tests can spoil it without knowing the op.
+// A call of any op in a uniform representation, so that tests can mutate it without knowing the op.
 #pragma once
 
 #include <cstddef>
@@ -17,18 +17,18 @@
 
 namespace winnow::tests {
 
-/// A tensor of a call. `memory` holds it in its first bytes and has room for eight bytes an
-/// element, so that a view with another type stays inside.
+/// A tensor of a call. `memory` has eight bytes per element, so that a view with another type stays
+/// within it.
 struct Argument {
   const char* name;
   Tensor* tensor;  // in the argument struct
-  Buffer memory;   // i32 words; absent with the tensor
+  Buffer memory;   // i32 words; empty if the tensor is absent
   bool is_output = false;
 
   std::byte* begin() const { return static_cast<std::byte*>(memory.tensor().data); }
 };
 
-/// A number of a call, and values that it may be given for a test.
+/// A number of a call, and values that a test may set it to.
 struct Number {
   const char* name;
   Values choices;
@@ -38,7 +38,7 @@ struct Number {
 struct Call {
   std::string_view op;
   std::shared_ptr<void> args;       // the argument struct
-  std::vector<Argument> arguments;  // in its order; types and ranks of others follow from the first
+  std::vector<Argument> arguments;  // in its order; the first one determines types and ranks
   std::vector<Number> numbers;
   std::function<void(const Execution&)> run;
   std::function<std::size_t(const Execution&)> workspace_bytes;
@@ -51,7 +51,7 @@ struct Call {
   }
 };
 
-/// Makes one call from a seed: the same seed, the same call.
+/// Builds a call from a seed; the same seed gives the same call.
 class CallMaker {
  public:
   CallMaker(std::uint64_t seed, Device device) : random_(seed, "call"), device_(device) {}
@@ -80,14 +80,15 @@ class CallMaker {
   }
   Call finish() { return std::move(call_); }
 
-  /// Multiples of `unit` up to `most` units in both directions, so that products are exact.
+  /// Adds an input of random multiples of `unit` in [-most, most] units, so that products are
+  /// exact.
   void floats(const char* name, Tensor& tensor, DType dtype, const Shape& shape, std::int64_t most,
               double unit) {
     Values values(static_cast<std::size_t>(elements(shape)));
     for (double& value : values) value = unit * static_cast<double>(between(-most, most));
     add(name, tensor, dtype, shape, values, false);
   }
-  /// The same without negative numbers.
+  /// The same with values in [0, most] units.
   void positives(const char* name, Tensor& tensor, DType dtype, const Shape& shape,
                  std::int64_t most, double unit) {
     Values values(static_cast<std::size_t>(elements(shape)));
@@ -99,11 +100,12 @@ class CallMaker {
     if (!values.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
     add(name, tensor, DType::i32, shape, bytes, false);
   }
-  /// Poison, to be overwritten.
+  /// Adds an output, initialised with NaN.
   void output(const char* name, Tensor& tensor, DType dtype, const Shape& shape) {
     add(name, tensor, dtype, shape, std::vector<std::byte>{}, true);
   }
-  /// Numbers, to be added to; of the type of activations: poison, to be overwritten.
+  /// Adds a gradient: of the accumulation type with values, to be added to, or of the activation
+  /// type with NaN, to be overwritten.
   void sum(const char* name, Tensor& tensor, DType activation, const Shape& shape) {
     const DType sum_type = activation == DType::f64 ? DType::f64 : DType::f32;
     if (sum_type != activation && perhaps()) return output(name, tensor, activation, shape);

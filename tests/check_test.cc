@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Check: one form of error text, named dimensions, and which layouts of outputs overlap.
+// Check: the form of error messages, named dimensions, and detection of overlapping outputs.
 #include "core/check.h"
 
 #include <limits>
@@ -22,7 +22,7 @@ Tensor strided(Tensor view, std::initializer_list<std::int64_t> strides) {
   return view;
 }
 
-/// The refusal of `tensor` as an output of two dimensions; empty if it is accepted.
+/// The error for `tensor` as an output of two dimensions; empty if it is accepted.
 std::string output_refusal(const Tensor& tensor) {
   return refusal_of([&] { Check("op").output("y", tensor, {"rows", "columns"}, {DType::f32}); });
 }
@@ -149,7 +149,7 @@ TEST(Check, OutputsWhoseElementsMeetAreRefused) {
               Check("op").output("y", crossing, {"a", "b", "c"}, {DType::f32});
             }),
             "op: y f32[2, 3, 4]: " + refused);
-  // An input may repeat its rows.
+  // An input may have overlapping rows.
   const Tensor repeated = strided(made({3, 4}), {0, 1});
   EXPECT_EQ(refusal_of([&] { Check("op").input("x", repeated, {"a", "b"}, {DType::f32}); }), "");
 }
@@ -172,7 +172,7 @@ TEST(Check, NoElementsNeedNoMemory) {
             "op: y f32[1, 1]: data must not be null");
 }
 
-// An expanded gradient of a rank without rows: torch's contiguous() leaves it as it is.
+// The expanded gradient on a rank without rows: torch's contiguous() does not change its strides.
 TEST(Check, NoElementsNeedNoStrides) {
   EXPECT_EQ(output_refusal(strided(made({0, 4}), {0, 0})), "");
   EXPECT_EQ(output_refusal(strided(made({2, 4}), {4, 0})),

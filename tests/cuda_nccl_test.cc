@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The communicator over NCCL, with one rank: it keeps the rules of all communicators, and it does
-// not wait for ever. Built with CUDA only.
+// The communicator over NCCL, with one rank: the checks of all communicators, and the time-out.
+// Built with CUDA only.
 #include <atomic>
 #include <thread>
 
@@ -18,7 +18,7 @@ struct UniqueId {
   char bytes[128];
 };
 
-/// One rank on device 0.
+/// An NCCL communicator of one rank on device 0.
 class Nccl : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -41,7 +41,7 @@ class Nccl : public ::testing::Test {
     return reinterpret_cast<Function*>(dlsym(library_, name));
   }
 
-  /// The communicator aborts what it has broken.
+  /// Called after a failure: the communicator has aborted comm_, so it must not be destroyed.
   void forget_comm() { comm_ = nullptr; }
 
   void* library_ = nullptr;
@@ -65,12 +65,12 @@ TEST_F(Nccl, AStepOfOneRankEqualsAStepAlone) {
   check_many_ranks_equal_one(*nccl_communicator(comm_), kDevice);
 }
 
-/// Rows in an order that only several ranks have, of widths that copy in pieces of any size.
+/// Permutes rows as with several ranks, with widths for vector and for scalar copies.
 TEST_F(Nccl, RowsChangeTheirOrder) {
   const auto ranks = nccl_communicator(comm_);
   constexpr std::int64_t kTokens = 1000;
   Shards shards{{{}}};
-  for (std::int32_t row = 0; row < kTokens; row += 10)  // runs of 10 rows, backwards
+  for (std::int32_t row = 0; row < kTokens; row += 10)  // runs of 10 rows in reverse order
     for (std::int32_t i = 0; i < 10; ++i)
       shards.rows[0].push_back(static_cast<std::int32_t>(kTokens) - 10 - row + i);
   for (const DType dtype : {DType::bf16, DType::f32, DType::f8_e4m3, DType::f64}) {
@@ -114,7 +114,7 @@ TEST_F(Nccl, RefusesHostTensorsByName) {
             "all_gather: shard f32[4, 2]: must be on cuda:0, as the communicator");
 }
 
-/// Something in front of the collective never ends, as if another rank had not come.
+/// A host function ahead of the collective blocks the stream, as if another rank were missing.
 TEST_F(Nccl, WaitsNoLongerThanTheTimeout) {
   constexpr std::chrono::milliseconds kTimeout{500};
   std::atomic<bool> blocked{true};
@@ -147,7 +147,7 @@ TEST_F(Nccl, WaitsNoLongerThanTheTimeout) {
                 ranks->all_gather(shard.tensor(), whole.tensor(), rows, {.stream = stream});
               }),
               "");
-    blocked = false;  // the communicator is gone when the stream is free again
+    blocked = false;  // the communicator is destroyed before the stream continues
   }
   EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
   cudaStreamDestroy(stream);

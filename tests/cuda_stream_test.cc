@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call on a GPU owes its caller beside the result: it can be captured into a graph, and it
-// takes no more memory than it says. Built with CUDA only.
+// Calls on a GPU can be captured into a CUDA graph and use no more memory than workspace_bytes.
+// Built with CUDA only.
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -39,7 +39,7 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-/// Captures what the call enqueues and launches that twice.
+/// Captures the call into a graph and launches it twice.
 void run_as_graph(const std::function<void(cudaStream_t)>& call) {
   const Stream stream;
   cudaGraph_t graph = nullptr;
@@ -60,8 +60,8 @@ Values values_of(const Buffer& buffer) {
   return {ints.begin(), ints.end()};
 }
 
-/// The outputs of a call are the same bits from a graph as from the call itself, with the call's
-/// own memory and with the caller's.
+/// The outputs from a graph are bitwise those of the call itself, with a workspace of the call and
+/// with one of the caller.
 template <class Args>
 void expect_same_from_a_graph(const Args& args, std::vector<Buffer*> outputs) {
   const Execution direct{.backend = Backend::cuda, .deterministic = true};
@@ -89,7 +89,7 @@ void expect_same_from_a_graph(const Args& args, std::vector<Buffer*> outputs) {
 
 class CapturedCalls : public OnCuda {
  protected:
-  // One shape that the kernels of their own have, one that the general ones have.
+  // One shape of the specialised kernels and one of the general kernels.
   static std::vector<harness::Case> cases() {
     harness::Case model = harness::find_case("glm-5.2-small");
     model.qk_dim = 576;
@@ -133,7 +133,7 @@ TEST_F(CapturedCalls, OfTheValueProjection) {
   expect_same_from_a_graph(work.backward_rounded, {&work.d_out, &work.d_w_v_rounded});
 }
 
-// Of gradients of keys those that are overwritten: others would be added to by every launch.
+// Gradients of keys in bf16, which are overwritten; fp32 ones would be added to by every launch.
 TEST_F(CapturedCalls, OfGradients) {
   for (const harness::Case& c : cases()) {
     const harness::SparseAttentionWork attention(c, {.device = kDevice}, 1);
@@ -187,7 +187,7 @@ TEST_F(OnCuda, DeterministicGradientsAreTheSameBitsAHundredTimes) {
   }
 }
 
-/// Bytes of the device that are not free.
+/// Bytes of device memory in use.
 std::size_t bytes_in_use() {
   std::size_t free = 0;
   std::size_t total = 0;
@@ -195,7 +195,7 @@ std::size_t bytes_in_use() {
   return total - free;
 }
 
-// Square, so that scores of all pairs would be 64 GiB.
+// So many queries and keys that a dense score matrix would take 64 GiB.
 TEST_F(OnCuda, SelectionOfManyRowsTakesNoMoreThanTheLimit) {
   constexpr std::int64_t kRows = 131072;
   harness::Case c = harness::find_case("glm-5.2");
@@ -206,7 +206,7 @@ TEST_F(OnCuda, SelectionOfManyRowsTakesNoMoreThanTheLimit) {
   const Execution execution{.backend = Backend::cuda};
   EXPECT_LE(workspace_bytes(work.forward, execution), execution.workspace_limit);
 
-  // The call's own memory comes from the device's pool, which counts it.
+  // Memory that the call allocates comes from the device's pool, which counts it.
   cudaMemPool_t pool = nullptr;
   ASSERT_EQ(cudaDeviceGetDefaultMemPool(&pool, kDevice.index), cudaSuccess);
   std::uint64_t reset = 0;
@@ -219,9 +219,8 @@ TEST_F(OnCuda, SelectionOfManyRowsTakesNoMoreThanTheLimit) {
   ASSERT_EQ(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemHigh, &most), cudaSuccess);
   EXPECT_GT(most, 0U);
   EXPECT_LE(most, execution.workspace_limit);
-  constexpr std::size_t kPieces = 64
-                                  << 20;  // in which the pool takes memory, and code that is loaded
-  EXPECT_LE(during, before + execution.workspace_limit + kPieces);
+  constexpr std::size_t kSlack = 64 << 20;  // granularity of the pool, and code that is loaded
+  EXPECT_LE(during, before + execution.workspace_limit + kSlack);
 
   // The last row sees all keys.
   const Ints lengths = work.lengths.download_ints(harness::Rows{0, kRows - 1});

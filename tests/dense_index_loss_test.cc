@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// dense_index_loss: the sparse loss with the whole window selected, and the usual rules of rows.
+// dense_index_loss: equals the sparse loss with whole windows selected; independence of rows.
 #include "tests/attention.h"
 #include "tests/dense_loss.h"
 #include "tests/indexer.h"
@@ -57,7 +57,7 @@ void expect_same_bits(const DenseLossGradients& actual, const DenseLossGradients
   EXPECT_TRUE(same_bits(actual.d_index_k, expected.d_index_k));
 }
 
-/// The same by way of the sparse operators, the whole window being selected.
+/// The same loss computed by the sparse operators with the whole window selected.
 struct SparseWay {
   DenseLossOutputs outputs;
   DenseLossGradients gradients;
@@ -161,7 +161,7 @@ TEST(DenseIndexLoss, OfWindowsWithFewerThanTwoKeysIsZero) {
 TEST(DenseIndexLoss, ReadsNoKeyOutsideTheWindows) {
   on_each_loss(3, [](Backend backend, const DenseLoss& whole) {
     DenseLoss d = whole;
-    for (std::int64_t t = 0; t < d.tokens; ++t) {  // the first and the last key are in none
+    for (std::int64_t t = 0; t < d.tokens; ++t) {  // the first and the last key are in no window
       d.begin[t] = std::max(d.begin[t], 1);
       d.end[t] = std::clamp(d.end[t], d.begin[t], static_cast<std::int32_t>(d.index_keys - 1));
     }

@@ -12,7 +12,7 @@ namespace winnow::tests {
 struct DenseLoss {
   std::int64_t tokens = 6;
   std::int64_t keys = 18;        // of attention
-  std::int64_t index_keys = 15;  // of the indexer: those from key_offset on
+  std::int64_t index_keys = 15;  // of the indexer, from key_offset on
   std::int32_t key_offset = 3;
   std::int64_t heads = 3;
   std::int64_t qk_dim = 24;
@@ -40,7 +40,7 @@ struct DenseLossGradients {
   Values d_index_q, d_weights, d_index_k;
 };
 
-/// Normal values; windows that grow with the row, the first one empty and the second of one key.
+/// Normally distributed values; windows that grow with the row, from none and one key on.
 inline DenseLoss filled(DenseLoss d, std::uint64_t seed) {
   d.q = normals(d.tokens * d.heads * d.qk_dim, seed, "q");
   d.kv = normals(d.keys * d.qk_dim, seed, "kv");
@@ -59,7 +59,7 @@ inline DenseLoss filled(DenseLoss d, std::uint64_t seed) {
   return d;
 }
 
-/// The query rows [first, first + count) alone.
+/// The same call with only the query rows [first, first + count).
 inline DenseLoss rows_of(const DenseLoss& d, std::int64_t first, std::int64_t count) {
   DenseLoss result = d;
   result.tokens = count;
@@ -73,7 +73,7 @@ inline DenseLoss rows_of(const DenseLoss& d, std::int64_t first, std::int64_t co
   return result;
 }
 
-/// The memory of both calls.
+/// Buffers and arguments of forward and backward.
 struct DenseLossWork {
   DenseLossWork(const DenseLoss& d, Device device)
       : q(floats(device, d.dtype, {d.tokens, d.heads, d.qk_dim}, d.q, d.row_padding)),
@@ -92,7 +92,7 @@ struct DenseLossWork {
         d_weights(device, d.sum_type(), {d.tokens, d.index_heads}),
         d_index_k(device, d.dtype == DType::f64 ? DType::f64 : d.d_index_k_type,
                   {d.index_keys, d.index_dim}, d.row_padding) {
-    // A d_index_k that is overwritten starts as poison.
+    // A d_index_k that is overwritten is initialised with NaN, so that a missed element shows.
     if (d_index_k.tensor().dtype == d.sum_type())
       d_index_k.upload(d.d_index_k_before.empty() ? Values(d.index_k.size()) : d.d_index_k_before);
     forward = {.q = q.tensor(),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Execution: the backend that is taken, silence, and calls from many threads at once.
+// Execution: choice of the backend, no output to the terminal, calls from many threads at once.
 #include <string>
 #include <thread>
 #include <vector>
@@ -9,7 +9,7 @@
 namespace winnow::tests {
 namespace {
 
-// It comes first: what a library prints once it may have printed already.
+// Must run first, since a library may print some messages only once.
 TEST(Execution, PrintsNothing) {
   on_each_backend([](Backend backend) {
     const Attention a = filled({.tokens = 64}, 1);

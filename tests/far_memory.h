@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensors whose last rows lie past 2^31 elements, of which hardly any memory is ever touched.
+// Tensors with element offsets past 2^31, of which only a few pages are ever touched.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@
 
 namespace winnow::tests {
 
-/// A range of addresses. On the host only pages that are written to take memory; they start as
-/// zeros.
+/// A reserved address range. On the host only pages that are written to take memory; they are
+/// initially zero.
 class FarMemory {
  public:
   FarMemory(Device device, std::size_t bytes) : device_(device), bytes_(bytes) {
@@ -48,7 +48,7 @@ inline void copy(Device device, void* to, const void* from, std::size_t bytes) {
   std::memcpy(to, from, bytes);
 }
 
-/// The tensor of `near` with its rows so far apart that the last one is past 2^31 elements.
+/// A copy of `near` with a row stride so large that the last row is past 2^31 elements.
 class FarTensor {
  public:
   explicit FarTensor(const Tensor& near)
@@ -66,7 +66,7 @@ class FarTensor {
     view.stride[0] = stride_;
     return view;
   }
-  /// Copies the rows back to where they came from.
+  /// Copies the rows back to `near`.
   void bring_back() const { transfer(false); }
 
  private:

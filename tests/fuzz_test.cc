@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Legal and spoilt calls of every op: computed right, or refused by name with nothing written. At
-// the end every sentence of refusal has been seen.
+// Valid and mutated calls of every op must give correct results, or be refused by name with
+// nothing written. At the end every refusal message must have been seen.
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -17,12 +17,12 @@
 namespace winnow::tests {
 namespace {
 
-constexpr int kCalls = 20000;  // a fifth of them legal
-constexpr int kEnough = 20;    // failures to learn from
+constexpr int kCalls = 20000;     // a fifth of them valid
+constexpr int kMaxFailures = 20;  // failures after which the test stops
 
 RefusalCoverage coverage;
 
-/// Of the running test, so far.
+/// Failures of the running test so far.
 int failures() {
   const ::testing::TestResult& result =
       *::testing::UnitTest::GetInstance()->current_test_info()->result();
@@ -61,7 +61,7 @@ TEST(Fuzz, EveryCallIsComputedRightOrRefusedByName) {
     const Buffer workspace(device, DType::i32, {1 << 18});
     const Buffer host_workspace({}, DType::i32, {1 << 18});
     int computed = 0, refused = 0;
-    for (std::uint64_t seed = 0; seed < kCalls && failures() < kEnough; ++seed) {
+    for (std::uint64_t seed = 0; seed < kCalls && failures() < kMaxFailures; ++seed) {
       const Spoilt spoilt = spoilt_call(seed, backend, device, workspace);
       SCOPED_TRACE(describe(spoilt, seed));
       const Snapshot before = snapshot(spoilt.call);
@@ -83,8 +83,8 @@ TEST(Fuzz, EveryCallIsComputedRightOrRefusedByName) {
         if (!spoilt.call.arguments[i].is_output) {
           EXPECT_EQ(after[i], before[i]) << spoilt.call.arguments[i].name << " was written to";
         }
-      // The same call again, on memory of its own. Contents of index tensors are looked at on the
-      // host only.
+      // The same call on the reference, with its own memory. Contents of index tensors are checked
+      // on the host only.
       const Spoilt twin = spoilt_call(seed, Backend::reference, {}, host_workspace);
       const std::string on_host = refusal_of([&] { twin.call.run(on(Backend::reference)); });
       if (!on_host.empty()) {
@@ -94,13 +94,13 @@ TEST(Fuzz, EveryCallIsComputedRightOrRefusedByName) {
       expect_equal_outputs(spoilt.call, twin.call, spoilt.execution.backend == Backend::reference);
     }
     EXPECT_TRUE(workspace.canaries_intact());
-    // Both happen, in numbers that make the test worth its name.
+    // Both outcomes must be frequent, or the test would be void.
     EXPECT_GT(computed, kCalls / 5);
     EXPECT_GT(refused, kCalls / 2);
   });
 }
 
-// ---- Directed errors. Texts are the same on every backend: checks come before it is chosen.
+// ---- Directed errors. Messages do not depend on the backend, which is chosen after the checks.
 
 const Execution kReference = on(Backend::reference);
 const Device kCuda{DeviceKind::cuda, 0};
@@ -112,7 +112,8 @@ void expect_refused(const Run& run, const std::string& expected) {
   EXPECT_EQ(text, expected);
 }
 
-/// Spoils a legal sparse_attention_forward of q bf16[6, 3, 24], kv bf16[20, 24], indices i32[6, 9].
+/// Mutates a valid sparse_attention_forward of q bf16[6, 3, 24], kv bf16[20, 24], indices i32[6,
+/// 9].
 template <class Spoil>
 void expect_forward_refused(const Spoil& spoil, const std::string& expected,
                             const Execution& execution = kReference) {
@@ -373,7 +374,7 @@ TEST(Refusals, OfBackends) {
     EXPECT_EQ(why_not(work.args, on(backend)), reason);
   }
 
-  // Nobody may touch this memory: the reference backend cannot, and says so.
+  // This address must not be accessed: the reference backend cannot reach the device and says so.
   expect_forward_refused(
       [](Forward& a) {
         for (Tensor* tensor : {&a.q, &a.kv, &a.indices, &a.out, &a.lse, &a.max_logits}) {
@@ -448,14 +449,14 @@ TEST(Refusals, OfThdBatches) {
   expect_refused([&] { layout(3, 0, 2); }, "thd_batch: rows 3: must be a multiple of 2, as chunks");
 }
 
-// ---- The last test: it looks at what the others have seen.
+// ---- The last test: which messages the others have seen.
 
 TEST(Refusals, AreAllReached) {
   const ::testing::UnitTest& tests = *::testing::UnitTest::GetInstance();
   if (tests.test_to_run_count() != tests.total_test_count())
     GTEST_SKIP() << "needs all tests of this program";
   for (const std::string& sentence : coverage.missing()) {
-    // What a backend in the making says, and what says one that is left out of the build.
+    // Messages of backends that lack an op or are not in this build.
     if (sentence == refusal::no_such_op) continue;
     if (sentence == refusal::not_built && why_not(Backend::cpu).empty() &&
         why_not(Backend::cuda).find(refusal::not_built) == std::string::npos)

@@ -17,7 +17,7 @@ const Execution kReference{.backend = Backend::reference, .threads = 1};
 double product(const Values& a, const Values& b) {
   double sum = 0;
   for (std::size_t i = 0; i < a.size(); ++i)
-    if (b[i] != 0) sum += a[i] * b[i];  // 0 stands beside the -inf of rows that have no keys
+    if (b[i] != 0) sum += a[i] * b[i];  // d_lse is 0 where lse is -inf, in rows without keys
   return sum;
 }
 
@@ -26,7 +26,7 @@ Values differences(Values& x, const std::function<double()>& f) {
   Values gradient;
   for (double& element : x) {
     const double at = element;
-    // Two widths, combined so that the error is of the fourth order.
+    // Two step sizes, combined (Richardson) to an error of fourth order.
     const auto slope = [&](double step) {
       element = at + step;
       const double above = f();
@@ -43,7 +43,7 @@ Values differences(Values& x, const std::function<double()>& f) {
 void expect_gradient(const char* what, const Values& gradient, Values& x,
                      const std::function<double()>& f) {
   const Values expected = differences(x, f);
-  // It cannot pass by being nothing.
+  // All-zero gradients must not pass.
   EXPECT_GT(product(expected, expected), 0) << what;
   EXPECT_TRUE(ok(compare(what, gradient, expected, {kRelativeError, true, true})));
 }
@@ -76,7 +76,7 @@ class SparseAttentionGradients : public ::testing::TestWithParam<AttentionCase> 
       a.indices[11] = a.indices[10];  // a key that counts twice
       for (std::int64_t j = 0; j < a.topk; ++j) a.indices[3 * a.topk + j] = -1;
       a.lengths = {5, 4, 3, 5};
-      // No loss through a row that has no keys.
+      // Rows without keys do not contribute to the loss.
       std::fill(a.d_out.begin() + 3 * a.heads * a.v_dim, a.d_out.end(), 0);
       std::fill(a.d_lse.begin() + 3 * a.heads, a.d_lse.end(), 0);
     }
@@ -98,7 +98,7 @@ TEST_P(SparseAttentionGradients, AreTheDerivatives) {
   if (GetParam().sink && GetParam().through_out)
     expect_gradient("d_sink", gradients.d_sink, a.sink, f);
   if (GetParam().sink && !GetParam().through_out) {
-    EXPECT_TRUE(all_zero(gradients.d_sink));  // lse does not know the sink
+    EXPECT_TRUE(all_zero(gradients.d_sink));  // lse does not depend on the sink
   }
 }
 

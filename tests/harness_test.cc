@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every op on every backend and every case of the harness, against the reference in double; the cpu
-// backend on every SIMD target that the machine has.
+// backend on every SIMD target of this machine.
 #include <algorithm>
 #include <cctype>
 #include <string>
@@ -22,19 +22,19 @@ namespace {
 
 struct Checked {
   Backend backend;
-  std::int64_t target;  // of the cpu backend; 0: the best
+  std::int64_t target;  // SIMD target of the cpu backend; 0: the best
   std::string_view op;
   const harness::Case* c;
 };
 
-/// A model's own size is for GPUs; large cases are left out where sanitizers or a plain target make
-/// them too long.
+/// Cases at the size of a model are for GPUs only; large cases are skipped where sanitizers or a
+/// slow SIMD target would make them take too long.
 bool fits_the_time(Backend backend, std::int64_t target, const harness::Case& c) {
   if (c.full) return backend == Backend::cuda;
   return !c.slow || (!kSanitized && target == 0);
 }
 
-/// The best target is the one that is taken without being asked for.
+/// The SIMD targets to test; 0 means the default, which is the best one.
 std::vector<std::int64_t> targets_of(Backend backend) {
   if (backend != Backend::cpu) return {0};
   std::vector<std::int64_t> targets = simd_targets();
@@ -54,7 +54,7 @@ std::vector<Checked> all_checks() {
   return checks;
 }
 
-/// GoogleTest allows letters, digits and underscores.
+/// Test names may have letters, digits and underscores only.
 std::string test_name(const ::testing::TestParamInfo<Checked>& info) {
   const auto& [backend, target, op, c] = info.param;
   const std::string on = target == 0 ? std::string() : fmt::format("{}_", hwy::TargetName(target));
@@ -82,7 +82,7 @@ TEST_P(Harness, FindsNoError) {
 }
 
 TEST(SimdTargets, OfTheBackendCanBeChosen) {
-  // Plain C++ at least stands beside whatever vectors the machine has.
+  // There is at least plain C++ in addition to the best target.
   EXPECT_GE(simd_targets().size(), 2U) << "Highway of the tests is not that of the library";
   const std::string best = describe(Backend::cpu);
   for (const std::int64_t target : simd_targets()) OnSimdTarget{target};

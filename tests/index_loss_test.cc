@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// index_target and index_loss: sums, signs, which slots count, and what the others may hold.
+// index_target and index_loss: values, gradients, which slots are valid, contents of the others.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -11,7 +11,7 @@ namespace {
 
 // ---- index_target.
 
-/// The target for the slots of `a`, whose indices count from key_offset.
+/// The target for the slots of `a`, whose indices are relative to key_offset.
 Values target_of(const Attention& a, const Values& lse, const Execution& execution,
                  std::int32_t key_offset = 0) {
   const Device device = harness::device_of(execution.backend);
@@ -118,13 +118,13 @@ TEST(IndexTarget, CountsIndicesFromTheKeyOffset) {
   on_each_attention(5, [](Backend backend, const Attention& a) {
     const Values lse = forward(a, on(backend)).lse;
     const Values expected = target_of(a, lse, on(backend));
-    // The same keys behind others that hold NaN.
+    // The same keys after others that contain NaN.
     const std::int32_t offset = 7;
     Attention behind = a;
     behind.keys += offset;
     behind.kv.insert(behind.kv.begin(), static_cast<std::size_t>(offset * a.qk_dim), kNaN);
     EXPECT_TRUE(same_bits(target_of(behind, lse, on(backend), offset), expected));
-    // An index that passes the last key is none.
+    // An index past the last key is invalid.
     const Values cut = target_of(a, lse, on(backend), static_cast<std::int32_t>(a.keys - 1));
     for (std::size_t i = 0; i < cut.size(); ++i)
       EXPECT_EQ(cut[i] != 0, a.indices[i] == 0) << a.indices[i];
@@ -203,7 +203,7 @@ Loss random_loss(std::int64_t tokens, std::int64_t topk, std::uint64_t seed) {
   return l;
 }
 
-/// Both formulas over all slots.
+/// Loss and gradient over all slots by the formulas.
 LossResult plain_loss(const Loss& l) {
   LossResult result;
   for (std::size_t first = 0; first < l.scores.size(); first += l.topk) {
@@ -249,7 +249,7 @@ TEST(IndexLoss, OfEqualDistributionsIsZero) {
     Loss l = random_loss(5, 33, 12);
     for (std::size_t i = 0; i < l.scores.size(); ++i) {
       l.target[i] = 0.01 + l.target[i];
-      l.scores[i] = std::log(3 * l.target[i]);  // any factor of the target will do
+      l.scores[i] = std::log(3 * l.target[i]);  // the target may be scaled by any factor
     }
     const LossResult result = loss_of(l, on(backend));
     for (const double loss : result.loss) EXPECT_NEAR(loss, 0, 1e-6);
@@ -278,7 +278,7 @@ TEST(IndexLoss, TakesScoresFarApartAndTargetsOfZero) {
     l.scores = {3e4, -3e4, 0, 1, 0, 0, 0, 0};
     l.target = {1, 1, 0, 0, 0, 0, 5, 0};
     const LossResult result = loss_of(l, on(backend));
-    // log(1/2) - (-6e4) / 2; and a sure target against four equal scores.
+    // log(1/2) - (-6e4) / 2, and a one-hot target against four equal scores.
     EXPECT_NEAR(result.loss[0], 3e4 - std::log(2), 1e-5 * 3e4);
     EXPECT_NEAR(result.loss[1], std::log(4), 1e-5);
     const Values expected = {0.5, -0.5, 0, 0, 0.25, 0.25, -0.75, 0.25};
@@ -314,8 +314,8 @@ TEST(IndexLoss, SlotsThatDoNotCountMayHoldAnything) {
   on_each_backend([](Backend backend) {
     const Loss dense = random_loss(4, 10, 15);
     const LossResult expected = loss_of(dense, on(backend));
-    // The same slots spread over a wider list, between slots without a key, slots whose score is
-    // -inf and slots past the length.
+    // The same slots in a wider list, mixed with slots without a key, slots with score -inf and
+    // slots past the length.
     Loss wide{.topk = 36};
     for (std::int64_t t = 0; t < 4; ++t) {
       for (std::int64_t j = 0; j < 10; ++j) {

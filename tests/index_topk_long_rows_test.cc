@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Selection from rows so long that a backend keeps only a part of them at a time: contents that
-// would mislead a guess of the bound, and numbers of slots of every size.
+// Selection from rows so long that a backend holds only part of them at a time: distributions of
+// scores for which an estimated threshold is wrong, and values of topk of every magnitude.
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -51,7 +51,7 @@ std::vector<Content> contents() {
   };
 }
 
-/// One row over all keys but a few at both ends; the score of a key is max(given, 0).
+/// One row whose window leaves out a few keys at both ends; the score of a key is max(given, 0).
 Indexer row_of(const Content& content, std::int64_t keys, std::int64_t topk) {
   Indexer ix{.tokens = 1, .keys = keys, .heads = 1, .dim = 8, .topk = topk, .dtype = DType::f32};
   ix.q.assign(8, 1);
@@ -63,7 +63,7 @@ Indexer row_of(const Content& content, std::int64_t keys, std::int64_t topk) {
   return ix;
 }
 
-/// The scores as given: max(a, 0) - max(-a, 0) = a.
+/// Scores of both signs, by two heads: max(a, 0) - max(-a, 0) = a.
 Indexer with_signs(Indexer ix) {
   ix.heads = 2;
   ix.q.assign(16, 1);
@@ -104,7 +104,7 @@ TEST(LongRowsOf, ManySlotsAreSelectedExactly) {
 
 TEST(LongRowsOf, AnyLengthAreSelectedExactly) {
   on_each_backend([](Backend backend) {
-    // Around the numbers of keys that a backend may have at a time.
+    // Around the numbers of keys that backends process at a time.
     struct Border {
       std::int64_t keys, topk;
     };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// index_topk: a row's selection depends on that row alone; replay; fp8; gradients of chosen scores.
+// index_topk: the selection of a row depends on that row alone; replay; fp8; gradients.
 #include "tests/far_memory.h"
 #include "tests/indexer.h"
 
@@ -8,7 +8,7 @@ namespace {
 
 Execution deterministic(Backend backend) { return {.backend = backend, .deterministic = true}; }
 
-/// The indexer with the keys that the backend selects.
+/// The call with the indices that the backend selects.
 Indexer with_selection(Indexer ix, Backend backend) {
   const Selected selected = select(ix, on(backend));
   ix.indices = selected.indices;
@@ -32,7 +32,7 @@ TEST(IndexTopkRows, DoNotDependOnKeysOutsideTheirWindow) {
   on_each_indexer([](Backend backend, const Indexer& shape) {
     const Indexer ix = filled(shape, 22);
     const Selected expected = select(ix, on(backend));
-    // More keys before and behind, all of them NaN.
+    // More keys before and after, all of them NaN.
     const std::int64_t more = 37;
     Indexer wide = ix;
     wide.keys = ix.keys + 2 * more;
@@ -94,7 +94,7 @@ TEST(IndexTopkRows, OfStridedTensorsAreSelectedAlike) {
   });
 }
 
-/// 70,000 rows that see four keys each, of whole numbers.
+/// 70,000 rows with windows of four keys each, with integer values.
 Indexer many_rows(std::uint64_t seed) {
   const std::int64_t tokens = 70000;
   Indexer ix{.tokens = tokens, .keys = tokens, .heads = 1, .dim = 8, .topk = 2};
@@ -180,7 +180,7 @@ TEST(IndexTopkReplay, OutsideTheWindowIsMinusInfinity) {
               (Values{-kInfinity, all[5], all[9], -kInfinity, -kInfinity, -kInfinity, -kInfinity,
                       -kInfinity, -kInfinity, -kInfinity, -kInfinity, -kInfinity, -kInfinity,
                       -kInfinity, -kInfinity, -kInfinity}));
-    // Slots past lengths, too; a repeated key is scored twice.
+    // Also slots past lengths; a repeated key is scored twice.
     ix.indices = {6, 6, 7, 8, 9, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
     ix.lengths = {3, 8};
     EXPECT_EQ(part(replay(ix, on(backend)), 0, 8),
@@ -284,7 +284,7 @@ TEST(IndexTopkBackward, InvalidSlotsTouchNothing) {
     for (std::int64_t t = 0; t < ix.tokens; ++t)
       for (std::int64_t j = 0; j < ix.topk; ++j) {
         const std::int64_t i = t * ix.topk + j;
-        if (j % 3 == 0) {  // no key, or one outside the window
+        if (j % 3 == 0) {  // an invalid index, or one outside the window
           ix.indices[i] = -1;
           const std::int32_t outside = ix.begin[t] > 0 ? ix.begin[t] - 1 : kMaxInt32;
           spoilt.indices[i] = j % 2 == 0 ? outside : ix.end[t];
@@ -294,7 +294,7 @@ TEST(IndexTopkBackward, InvalidSlotsTouchNothing) {
     expect_same_bits(backward(spoilt, deterministic(backend)),
                      backward(ix, deterministic(backend)));
 
-    // Slots past lengths likewise.
+    // The same for slots past lengths.
     Indexer cut = ix;
     for (std::int64_t t = 0; t < ix.tokens; ++t) {
       spoilt.lengths[t] = cut.lengths[t] = std::min(ix.lengths[t], 2);
@@ -309,7 +309,7 @@ TEST(IndexTopkBackward, InvalidSlotsTouchNothing) {
 }
 
 TEST(IndexTopkBackward, FollowsTheFormulaExactly) {
-  // Whole numbers: bit for bit, the subgradient 0 at 0 included.
+  // With integers gradients are bitwise exact, including the subgradient 0 at 0.
   on_each_indexer([](Backend backend, const Indexer& shape) {
     const Indexer ix = with_selection(filled_exactly(shape, 42), backend);
     IndexGradients expected{Values(ix.q.size()), Values(ix.weights.size()), Values(ix.k.size())};

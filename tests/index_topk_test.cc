@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// index_topk: the selection is exact on every input. Whole numbers make the scores so too.
+// index_topk: the selection is exact on every input. With integer inputs the scores are exact too.
 #include <cmath>
 #include <limits>
 
@@ -72,7 +72,7 @@ TEST(IndexTopk, OfEqualScoresTakesTheFirstKeys) {
 }
 
 TEST(IndexTopk, CutsAPlateauOfZerosByKey) {
-  // Three above, a plateau of exact zeros, few below: heads 0 and 1 have weights of both signs.
+  // Three scores above 0, many exact zeros, a few below: heads 0 and 1 have weights of both signs.
   on_each_backend([](Backend backend) {
     Indexer ix = with_scores(Values(200, 0), 20);
     ix.heads = 2;
@@ -98,7 +98,7 @@ TEST(IndexTopk, OrdersNegativeScores) {
 }
 
 TEST(IndexTopk, TakesZerosOfBothSignsAsEqual) {
-  // A head without weight adds +0 or -0, by the sign of its weight, to what others leave as zero.
+  // A head of weight +0 or -0 adds a zero of that sign to scores that are 0 otherwise.
   on_each_backend([](Backend backend) {
     for (const double weight : {0.0, -0.0, -1.0}) {
       Indexer ix = with_scores({-1, 0, -0.0, -5, 0, -0.0, 7}, 4, weight);
@@ -110,17 +110,17 @@ TEST(IndexTopk, TakesZerosOfBothSignsAsEqual) {
 }
 
 TEST(IndexTopk, IsExactAtEveryMagnitude) {
-  // The same whole numbers at magnitudes from denormal scores to 1e30 and beyond.
+  // The same integers at magnitudes from denormal scores to 1e30 and beyond.
   on_each_indexer([](Backend backend, const Indexer& shape) {
     const Indexer ix = filled_exactly(shape, 8);
     for (const int exponent : {-140, -126, -100, 0, 60, 110}) {
       SCOPED_TRACE(exponent);
       Indexer scaled = ix;
-      // Half in q and half in k: the products are what is tiny or huge.
+      // The scale is split between q and k, so that the products are tiny or huge.
       for (double& value : scaled.q) value = std::ldexp(value, exponent / 2);
       for (double& value : scaled.k) value = std::ldexp(value, exponent - exponent / 2);
       expect_selected(select(scaled, on(backend)), plain_selection(scaled));
-      // All of it in the weights.
+      // The whole scale is in the weights.
       scaled = ix;
       for (double& value : scaled.weights) value = std::ldexp(value, exponent);
       expect_selected(select(scaled, on(backend)), plain_selection(scaled));
@@ -130,7 +130,7 @@ TEST(IndexTopk, IsExactAtEveryMagnitude) {
 
 TEST(IndexTopk, SeparatesNeighbouringFloats) {
   on_each_backend([](Backend backend) {
-    // A ladder of adjacent floats around 1, shuffled by a stride.
+    // Adjacent floats around 1, permuted by a stride.
     const std::int64_t keys = 257;
     Values scores(keys);
     for (std::int64_t s = 0; s < keys; ++s)
@@ -182,7 +182,7 @@ TEST(IndexTopk, NeverSelectsNan) {
     for (const std::int32_t index : selected.indices)
       EXPECT_TRUE(index == -1 || index % 3 != 0) << index;
 
-    // A NaN in one head of a query spoils that row, and no other.
+    // A NaN in one head of a query affects that row and no other.
     Indexer row = filled_exactly(shape, 12);
     row.q[0] = kNaN;
     const Selected of_row = select(row, on(backend));
@@ -195,7 +195,7 @@ TEST(IndexTopk, NeverSelectsMinusInfinityAndTakesPlusInfinityFirst) {
   on_each_backend([](Backend backend) {
     const Values scores = {1, kInfinity, 2, -kInfinity, kInfinity, 3};
     Indexer plus = with_scores(scores, 4);
-    plus.q.assign(8, 1);  // a zero would turn an infinity into NaN
+    plus.q.assign(8, 1);  // 0 * inf would be NaN
     Selected selected = select(plus, on(backend));
     EXPECT_EQ(selected.indices, (Ints{1, 2, 4, 5}));
     EXPECT_EQ(selected.scores, (Values{kInfinity, 2, kInfinity, 3}));
@@ -231,7 +231,7 @@ TEST(IndexTopk, ByScoreListsTheSameKeysBestFirst) {
     ix.order = SlotOrder::by_score;
     expect_selected(select(ix, on(backend)), plain_selection(ix));
 
-    // Also where sums are not exact: the slots are those of the other order, sorted.
+    // Also with inexact sums: the slots are those of the other order, sorted.
     ix = filled(shape, 13);
     const Selected ascending = select(ix, on(backend));
     ix.order = SlotOrder::by_score;
@@ -272,7 +272,7 @@ TEST(IndexTopk, LengthsAndScoresAreOptional) {
   });
 }
 
-/// Extreme values in some rows of one tensor after another, with a slot for every key.
+/// Extreme values in some rows of each tensor in turn, with a slot for every key.
 void expect_the_same_without_scores(Backend backend, Indexer shape) {
   shape.topk = shape.keys;
   Indexer ix = filled(shape, 15);

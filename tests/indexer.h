@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One call of index_topk as plain vectors, and the selection by a plain sort.
+// One call of index_topk as plain vectors, and a reference selection by sorting.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ struct IndexGradients {
   Values d_q, d_weights, d_k;
 };
 
-/// Windows of every kind: all keys, a part of them, few, none.
+/// Windows of every kind: all keys, part of them, few, none.
 inline void fill_windows(Indexer& ix) {
   for (std::int64_t t = 0; t < ix.tokens; ++t) {
     const std::int64_t begin = t % 5 == 0 ? 0 : ix.keys * (t % 3) / 7;
@@ -54,7 +54,7 @@ inline void fill_windows(Indexer& ix) {
   }
 }
 
-/// Normal values.
+/// Normally distributed values.
 inline Indexer filled(Indexer ix, std::uint64_t seed) {
   ix.q = normals(ix.tokens * ix.heads * ix.dim, seed, "q");
   ix.k = normals(ix.keys * ix.dim, seed, "k");
@@ -64,7 +64,7 @@ inline Indexer filled(Indexer ix, std::uint64_t seed) {
   return ix;
 }
 
-/// Small whole numbers: every sum is exact in every type, and ties are many.
+/// Small integers: every sum is exact in every type, and there are many ties.
 inline Indexer filled_exactly(Indexer ix, std::uint64_t seed) {
   ix.q = whole_numbers(ix.tokens * ix.heads * ix.dim, seed, "q", -2, 2);
   ix.k = whole_numbers(ix.keys * ix.dim, seed, "k", -2, 2);
@@ -74,7 +74,7 @@ inline Indexer filled_exactly(Indexer ix, std::uint64_t seed) {
   return ix;
 }
 
-/// The query rows [first, first + count) alone.
+/// The same call with only the query rows [first, first + count).
 inline Indexer rows_of(const Indexer& ix, std::int64_t first, std::int64_t count) {
   Indexer result = ix;
   result.tokens = count;
@@ -95,8 +95,8 @@ inline Selected rows_of(const Indexer& ix, const Selected& selected, std::int64_
           part(selected.scores, first * ix.topk, count * ix.topk)};
 }
 
-/// The memory of a forward call; indices, lengths and scores are outputs, or with `replay` the
-/// given ones are inputs.
+/// Buffers and arguments of a forward call. indices, lengths and scores are outputs; with `replay`
+/// the given indices and lengths are inputs.
 struct IndexForwardWork {
   IndexForwardWork(const Indexer& ix, Device device, bool replay)
       : q(floats(device, ix.dtype, {ix.tokens, ix.heads, ix.dim}, ix.q, ix.row_padding)),
@@ -144,7 +144,7 @@ inline Selected select(const Indexer& ix, const Execution& execution) {
   return work.selected();
 }
 
-/// The scores of ix.indices.
+/// Replays ix.indices and returns their scores.
 inline Values replay(const Indexer& ix, const Execution& execution) {
   const IndexForwardWork work(ix, harness::device_of(execution.backend), true);
   index_topk_forward(work.args, execution);
@@ -154,7 +154,7 @@ inline Values replay(const Indexer& ix, const Execution& execution) {
   return selected.scores;
 }
 
-/// The memory of a backward call from ix.indices.
+/// Buffers and arguments of a backward call over ix.indices.
 struct IndexBackwardWork {
   IndexBackwardWork(const Indexer& ix, Device device)
       : forward(ix, device, true),
@@ -163,7 +163,7 @@ struct IndexBackwardWork {
         d_weights(device, ix.sum_type(), {ix.tokens, ix.heads}, ix.row_padding),
         d_k(device, ix.dtype == DType::f64 ? DType::f64 : ix.d_k_type, {ix.keys, ix.dim},
             ix.row_padding) {
-    // A d_k that is overwritten starts as poison.
+    // A d_k that is overwritten is initialised with NaN, so that a missed element shows.
     if (d_k.tensor().dtype == ix.sum_type())
       d_k.upload(ix.d_k_before.empty() ? Values(ix.k.size()) : ix.d_k_before);
     args = {.q = forward.q.tensor(),
@@ -196,9 +196,9 @@ inline IndexGradients backward(const Indexer& ix, const Execution& execution) {
   return work.gradients();
 }
 
-// ---- The plain form.
+// ---- Reference.
 
-/// Scores of all keys of a row in double, on the values as they are stored.
+/// Scores of all keys of a row in double, on the stored (rounded) values.
 struct PlainScores {
   Values of_key;     // [keys]
   double scale = 0;  // the largest sum of magnitudes in the window
@@ -219,7 +219,7 @@ inline PlainScores plain_scores(const Indexer& ix, std::int64_t t) {
         a += q[h * ix.dim + d] * k[d] * k_scale;
         magnitude += std::abs(w * q[h * ix.dim + d] * k[d] * k_scale);
       }
-      score += w * (a < 0 ? 0 : a);  // NaN stays
+      score += w * (a < 0 ? 0 : a);  // NaN stays NaN
     }
     result.of_key.push_back(harness::rounded(ix.sum_type(), score));
     if (s >= ix.begin[t] && s < ix.end[t] && std::isfinite(magnitude))
@@ -228,7 +228,7 @@ inline PlainScores plain_scores(const Indexer& ix, std::int64_t t) {
   return result;
 }
 
-/// What index_topk must select where every sum is exact.
+/// What index_topk must select if every sum is exact.
 inline Selected plain_selection(const Indexer& ix) {
   Selected result;
   for (std::int64_t t = 0; t < ix.tokens; ++t) {
@@ -251,7 +251,7 @@ inline Selected plain_selection(const Indexer& ix) {
   return result;
 }
 
-/// Equal; zeros of both signs are one score.
+/// Expects equal values; +0 equals -0.
 inline void expect_selected(const Selected& actual, const Selected& expected) {
   EXPECT_EQ(actual.lengths, expected.lengths);
   EXPECT_TRUE(ok(harness::compare_exactly("indices", actual.indices, expected.indices)));
@@ -278,8 +278,8 @@ inline void expect_same_bits(const IndexGradients& actual, const IndexGradients&
   EXPECT_TRUE(same_bits(actual.d_k, expected.d_k));
 }
 
-/// Calls body(backend, shape) for shapes on which properties are tested: an uneven one, and for
-/// backends with kernels of their own that of the models.
+/// Calls body(backend, shape) for shapes on which properties are tested: an odd one, and for
+/// backends with specialised kernels that of the models.
 template <class Body>
 void on_each_indexer(const Body& body) {
   on_each_backend([&](Backend backend) {

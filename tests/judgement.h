@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a call of the fuzz is judged: by what it left in memory, or by what its refusal says.
+// Checks a call of the fuzz test: what it left in memory, or the message of its refusal.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace winnow::tests {
 
-// ---- What a call left behind.
+// ---- Memory after a call.
 
 using Snapshot = std::vector<Ints>;
 
@@ -33,7 +33,7 @@ inline bool canaries_intact(const Call& call) {
                      [](const Argument& argument) { return argument.memory.canaries_intact(); });
 }
 
-/// The elements of a tensor, in logical order, whatever its strides.
+/// The elements of a tensor in logical order, independent of its strides.
 inline Values read(const Argument& argument) {
   const Tensor& tensor = *argument.tensor;
   const Ints words = argument.memory.download_ints();
@@ -59,7 +59,7 @@ inline Values read(const Argument& argument) {
   return result;
 }
 
-/// How far an output may be from the reference's, in units of the largest one or of 1; 0 where the
+/// Tolerance of an output against the reference, relative to its largest element or 1; 0 if the
 /// inputs make every sum exact.
 inline double limit_of(const Call& call, std::string_view argument) {
   if (call.op.starts_with("index_topk") || call.op.starts_with("value_projection") ||
@@ -73,7 +73,7 @@ inline double limit_of(const Call& call, std::string_view argument) {
   return harness::gradient_limit(dtype).value;
 }
 
-/// The outputs of two runs of the same call.
+/// Compares the outputs of two runs of the same call.
 inline void expect_equal_outputs(const Call& actual, const Call& expected, bool same_backend) {
   for (std::size_t i = 0; i < actual.arguments.size(); ++i) {
     const Argument& argument = actual.arguments[i];
@@ -94,9 +94,9 @@ inline void expect_equal_outputs(const Call& actual, const Call& expected, bool 
   }
 }
 
-// ---- What a refusal says.
+// ---- Messages of refusals.
 
-/// Whether `text` holds `word` as a word of its own.
+/// Whether `text` contains `word` as a whole word.
 inline bool names(std::string_view text, std::string_view word) {
   const auto is_letter = [](char c) {
     return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
@@ -125,7 +125,7 @@ inline void expect_named(const Call& call, const Error& error,
   EXPECT_TRUE(named) << text;
 }
 
-/// workspace_bytes and why_not say the same as the call itself.
+/// Checks that workspace_bytes and why_not agree with the call itself.
 inline void expect_one_answer(const Call& call, const Execution& execution, const Error& error) {
   if (error.code() == ErrorCode::unsupported) {
     EXPECT_EQ(std::string(call.op) + ": " + call.why_not(execution), error.what());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// key_windows: golden values, padding, pools, and the window as the set of keys that a row may see.
+// key_windows: golden values, padding, pools, and windows against the definition of visible keys.
 #include "tests/testing.h"
 
 namespace winnow::tests {
@@ -53,7 +53,7 @@ Windows windows_of(const Packed& packed, Backend backend) {
   return {begin.download_ints(), end.download_ints()};
 }
 
-/// A call on every backend gives these windows.
+/// Expects these windows on every backend.
 void expect_windows(const Packed& packed, const Windows& expected) {
   on_each_backend([&](Backend backend) { EXPECT_EQ(windows_of(packed, backend), expected); });
 }
@@ -93,7 +93,7 @@ TEST(KeyWindows, APaddingRowOfAnEmptyDocumentMaySeeOneKey) {
 TEST(KeyWindows, OfQueryRowsAreThoseOfTheGlobalRows) {
   expect_windows({.cu_seqlens = {0, 2, 5}, .padded = {0, 4, 8}, .query_rows = {1, 4, 6}},
                  {.begin = {0, 4, 4}, .end = {2, 5, 7}});
-  // In any order, and repeated.
+  // Query rows in any order, and repeated.
   expect_windows({.cu_seqlens = {0, 3, 5}, .query_rows = {4, 0, 4, 2}},
                  {.begin = {3, 0, 3, 0}, .end = {5, 1, 5, 3}});
 }
@@ -128,14 +128,14 @@ TEST(KeyWindows, SkipEmptyDocuments) {
 TEST(KeyWindows, OfNoRowsAreNone) { expect_windows({.cu_seqlens = {0, 3}}, {}); }
 
 TEST(KeyWindows, OfPoolsGrowByWholePools) {
-  // Documents of 9, 3 and 4 rows own 2, 0 and 1 pools of 4.
+  // Documents of 9, 3 and 4 rows have 2, 0 and 1 pools of 4.
   expect_windows({.cu_seqlens = {0, 9, 12, 16}, .tokens = 16, .ratio = 4},
                  {.begin = {0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2},
                   .end = {0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3}});
 }
 
 TEST(KeyWindows, OfPoolsCountRealRowsOnly) {
-  // 5 of 8 and 4 of 6 rows are real: 2 pools of 2 each; the second document's begin at 2.
+  // 5 of 8 and 4 of 6 rows are real: 2 pools of 2 each; those of the second document begin at 2.
   expect_windows({.cu_seqlens = {0, 5, 9}, .padded = {0, 8, 14}, .tokens = 15, .ratio = 2},
                  {.begin = {0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 0},
                   .end = {0, 1, 1, 2, 2, 0, 0, 0, 2, 3, 3, 4, 2, 2, 0}});
@@ -163,7 +163,7 @@ TEST(KeyWindows, PoolsOfAnUnpackedSequence) {
 
 struct RandomPacking {
   Packed packed;
-  std::int64_t rows = 0;  // with padding, and a few behind the last document
+  std::int64_t rows = 0;  // with padding, and a few after the last document
 };
 
 RandomPacking random_packing(std::uint64_t seed) {
@@ -190,9 +190,9 @@ TEST(KeyWindows, HoldExactlyTheKeysThatARowMaySee) {
     const Packed& packed = random.packed;
     const std::int32_t ratio = packed.ratio;
     struct Key {
-      std::int64_t document, last_row;  // the last row that it stands for
+      std::int64_t document, last_row;  // the last row that it covers
     };
-    std::vector<Key> keys;  // ratio 1: one a row, padding too; else the pools
+    std::vector<Key> keys;  // ratio 1: one per row, including padding; else the pools
     std::vector<std::int64_t> document_of(static_cast<std::size_t>(random.rows), -1);
     std::vector<bool> is_real(static_cast<std::size_t>(random.rows), false);
     for (std::size_t i = 0; i + 1 < packed.padded.size(); ++i) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tensors of more than 2^31 elements on the cpu backend: rows at the beginning, at the boundary and
-// at the end against the reference on those rows alone. The strided tests of each op have offsets
-// as large on every backend; here all rows between are there and are worked on too.
+// at the end are compared with the reference on those rows alone. The tests of each op with large
+// strides have such offsets on every backend; here all rows in between are computed too.
 #include <fstream>
 #include <string>
 
@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::int64_t kBoundary = std::int64_t{1} << 31;
 
-/// Memory that the machine could still give, in bytes; 0 where it does not say.
+/// Available memory of the machine in bytes; 0 if unknown.
 std::int64_t available_memory() {
   std::ifstream file("/proc/meminfo");
   for (std::string word; file >> word;) {
@@ -25,18 +25,18 @@ std::int64_t available_memory() {
   return 0;
 }
 
-/// Why a test that writes so many bytes had better not run; empty if it may.
+/// The reason to skip a test that writes so many bytes; empty if it can run.
 std::string why_not_large(std::int64_t bytes) {
   if (kSanitized) return "sanitizers need memory of their own";
-  // Twice as much: others run on this machine too.
+  // Twice as much, since the machine may be shared.
   const std::int64_t wanted = 2 * bytes;
   if (available_memory() >= wanted) return {};
   return fmt::format("needs {} GiB of free memory, there are {}", wanted >> 30,
                      available_memory() >> 30);
 }
 
-/// A contiguous tensor of `rows` rows like the first of `small`, of which the row places[i] is row
-/// i of `small` and all others are zeros, or with `by_turns` rows of `small` again and again.
+/// A contiguous tensor of `rows` rows, of which row places[i] is row i of `small` and all others
+/// are zeros, or with `by_turns` the rows of `small` repeated.
 class LargeTensor {
  public:
   LargeTensor(const Tensor& small, std::int64_t rows, const std::vector<std::int64_t>& places,
@@ -56,8 +56,8 @@ class LargeTensor {
   }
   explicit operator bool() const { return bool(memory_); }
   const Tensor& tensor() const { return view_; }
-  /// Copies the rows at the places to `small`.
-  void bring_back() const {
+  /// Copies the rows at `places` back to `small`.
+  void copy_back() const {
     for (std::size_t i = 0; i < places_.size(); ++i)
       std::memcpy(small_row(static_cast<std::int64_t>(i)), large_row(places_[i]), row_bytes_);
   }
@@ -77,7 +77,7 @@ class LargeTensor {
   FarMemory memory_;
 };
 
-/// The first row, the two between which 2^31 elements are passed, the last one.
+/// The first row, the two rows around element 2^31, and the last row.
 struct Places {
   explicit Places(std::int64_t row_elements)
       : rows(kBoundary / row_elements + 100),
@@ -103,8 +103,8 @@ TEST(LargeTensors, OfAttentionAreReadAndWrittenPast31Bits) {
   const AttentionOutputs expected = forward(a, on(Backend::reference));
   const AttentionGradients expected_gradients = backward(a, expected, on(Backend::reference));
 
-  // Queries of zeros have the mean of their keys as out; without d_out and d_lse they leave d_kv as
-  // it is.
+  // For queries of zeros out is the mean of their keys; with d_out and d_lse 0 they do not change
+  // d_kv.
   const AttentionForwardWork work(a, {});
   const AttentionBackwardWork gradients(a, expected, {});
   const LargeTensor q(work.args.q, places.rows, places.list);
@@ -123,7 +123,7 @@ TEST(LargeTensors, OfAttentionAreReadAndWrittenPast31Bits) {
   large.lse = lse.tensor();
   large.max_logits = max_logits.tensor();
   sparse_attention_forward(large, on(Backend::cpu));
-  for (const LargeTensor* output : {&out, &lse, &max_logits}) output->bring_back();
+  for (const LargeTensor* output : {&out, &lse, &max_logits}) output->copy_back();
   expect_close(a, work.outputs(), expected);
 
   SparseAttentionBackward large_backward = gradients.args;
@@ -135,7 +135,7 @@ TEST(LargeTensors, OfAttentionAreReadAndWrittenPast31Bits) {
   large_backward.d_lse = d_lse.tensor();
   large_backward.d_q = d_q.tensor();
   sparse_attention_backward(large_backward, on(Backend::cpu));
-  d_q.bring_back();
+  d_q.copy_back();
   expect_close(a, gradients.gradients(), expected_gradients);
 }
 
@@ -149,8 +149,8 @@ TEST(LargeTensors, OfTheIndexerAreReadAndWrittenPast31Bits) {
   ix.lengths = expected.lengths;
   const IndexGradients expected_gradients = backward(ix, on(Backend::reference));
 
-  // Queries of zeros select the first keys of their window; without d_scores they leave d_k as it
-  // is.
+  // Queries of zeros select the first keys of their window; with d_scores 0 they do not change
+  // d_k.
   const IndexForwardWork work(ix, {}, false);
   const IndexBackwardWork gradients(ix, {});
   const LargeTensor q(work.args.q, places.rows, places.list);
@@ -174,7 +174,7 @@ TEST(LargeTensors, OfTheIndexerAreReadAndWrittenPast31Bits) {
   large.lengths = lengths.tensor();
   large.scores = scores.tensor();
   index_topk_forward(large, on(Backend::cpu));
-  for (const LargeTensor* output : {&indices, &lengths, &scores}) output->bring_back();
+  for (const LargeTensor* output : {&indices, &lengths, &scores}) output->copy_back();
   expect_selected(work.selected(), expected);
 
   IndexTopkBackward large_backward = gradients.args;
@@ -188,8 +188,8 @@ TEST(LargeTensors, OfTheIndexerAreReadAndWrittenPast31Bits) {
   large_backward.d_q = d_q.tensor();
   large_backward.d_weights = d_weights.tensor();
   index_topk_backward(large_backward, on(Backend::cpu));
-  d_q.bring_back();
-  d_weights.bring_back();
+  d_q.copy_back();
+  d_weights.copy_back();
   expect_close(ix, gradients.gradients(), expected_gradients);
 }
 

@@ -43,7 +43,7 @@ int main(int argc, char** argv) {
     const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
     fmt::print("after {:.1f} s: {}\n", waited.count(), error.what());
     std::fflush(stdout);
-    std::this_thread::sleep_for(std::chrono::seconds(1));  // for the same words of other ranks
+    std::this_thread::sleep_for(std::chrono::seconds(1));  // other ranks print their errors too
     MPI_Abort(MPI_COMM_WORLD, 3);
   }
 }

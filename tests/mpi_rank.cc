@@ -12,7 +12,7 @@ std::unique_ptr<Communicator> make(std::chrono::milliseconds timeout) {
   return mpi_communicator(&world, timeout);
 }
 
-/// One communicator for all checks that leave it whole.
+/// One communicator, shared by all checks that do not break it.
 class Mpi : public ::testing::Test {
  protected:
   static void SetUpTestSuite() { ranks_ = make(std::chrono::seconds(20)); }
@@ -44,7 +44,7 @@ TEST_F(Mpi, TrafficCountsWhatOtherRanksHave) { check_traffic(*ranks_, {}); }
 
 TEST_F(Mpi, ManyRanksEqualOne) { check_many_ranks_equal_one(*ranks_, {}); }
 
-// Several messages of a megabyte each: past what MPI sends at once.
+// Several messages of 1 MB each: above the eager limit of MPI.
 TEST_F(Mpi, LargeRowsArriveWhole) {
   const Shards shards = shard_rows(Ints{0, 150, 515}, 515, ranks_->size(), Sharding::zigzag);
   const Ints& own = shards.rows[ranks_->rank()];
@@ -59,12 +59,12 @@ TEST_F(Mpi, LargeRowsArriveWhole) {
   scatter_key_grads(*ranks_, whole.tensor(), sum.tensor(), shards);
   Values expected = rows_of(all, own, kWidth);
   for (double& value : expected) value *= ranks_->size();
-  EXPECT_EQ(sum.download(), expected);  // 0 of either sign
+  EXPECT_EQ(sum.download(), expected);  // +0 equals -0
 }
 
 TEST_F(Mpi, CudaTensorsGoThroughHostMemory) {
   if (const std::string reason = why_not(Backend::cuda); !reason.empty()) GTEST_SKIP() << reason;
-  const Device device{DeviceKind::cuda, 0};  // of all ranks
+  const Device device{DeviceKind::cuda, 0};  // shared by all ranks
   check_gathered_rows_stand_in_global_order(*ranks_, device);
   check_gradients_are_sums_over_ranks(*ranks_, device);
   check_gradients_are_rounded_once(*ranks_, device);
@@ -86,7 +86,7 @@ TEST_F(Mpi, ArgumentsAreRefusedByName) {
             }),
             fmt::format("all_gather: rows [0]: ranks must be {}, as in the communicator",
                         ranks_->size()));
-  // All ranks were refused, so that nobody waits, and the communicator goes on.
+  // All ranks were refused, so that none waits, and the communicator remains usable.
   check_traffic(*ranks_, {});
 }
 
@@ -106,10 +106,12 @@ int main(int argc, char** argv) {
   using winnow::tests::make;
   const std::string early = winnow::tests::refusal_of([] { make(std::chrono::seconds(1)); });
   MPI_Init(&argc, &argv);
-  const auto survivor = make(std::chrono::seconds(20));  // MPI is not called for it after its end
+  // Destroyed after MPI_Finalize: it must not call MPI then.
+  const auto survivor = make(std::chrono::seconds(20));
   int result = RUN_ALL_TESTS();
   MPI_Finalize();
   const std::string late = winnow::tests::refusal_of([] { make(std::chrono::seconds(1)); });
-  if (early.empty() || late.empty()) result = 1;  // outside MPI there are no communicators
+  // Before MPI_Init and after MPI_Finalize no communicator can be created.
+  if (early.empty() || late.empty()) result = 1;
   return result;
 }

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ways to spoil one argument of a call. A spoilt call may still be legal; whether it is, the op
-// decides.
+// Mutates one argument of a call. The mutated call may still be valid, which the op decides.
 #pragma once
 
 #include <algorithm>
@@ -15,13 +14,13 @@
 namespace winnow::tests {
 
 struct Mutation {
-  std::string what;                // for people
-  std::vector<std::string> names;  // words of which a refusal must hold one; empty: any argument's
+  std::string what;                // description for failures
+  std::vector<std::string> names;  // one of these words must be in the message; empty: any argument
 };
 
 class Mutator {
  public:
-  /// `workspace` is real memory of the call's device.
+  /// `workspace` is valid memory on the device of the call.
   Mutator(std::uint64_t seed, Call& call, Execution& execution, const Buffer& workspace)
       : random_(seed, "mutation"), call_(call), execution_(execution), workspace_(workspace) {}
 
@@ -41,7 +40,7 @@ class Mutator {
     return std::data(choices)[below(static_cast<std::int64_t>(choices.size()))];
   }
 
-  /// Where two arguments disagree a refusal may name the other one, or the dimension they share.
+  /// If two arguments disagree, the message may name the other one, or the dimension they share.
   static std::vector<std::string> words_for(const std::string& name) {
     std::vector<std::string> words = {name};
     const auto also = [&](const char* argument, std::initializer_list<const char*> others) {
@@ -89,7 +88,7 @@ class Mutator {
                     below(std::max<std::int64_t>(tensor.shape[i], 1))});
         mutation.what += fmt::format("shape[{}] {}", i, tensor.shape[i]);
         break;
-      case 2:  // with a stride of 0 the view stays within its memory
+      case 2:  // stride 0 keeps the view within its memory
         tensor.shape[i] = one_of({std::max<std::int64_t>(tensor.shape[i], 0) % 100 + 1 + below(3),
                                   std::int64_t{1} << 31, std::int64_t{1} << 40,
                                   std::numeric_limits<std::int64_t>::max()});
@@ -108,9 +107,10 @@ class Mutator {
                     Device{static_cast<DeviceKind>(2), 0}, Device{static_cast<DeviceKind>(-5), 0}});
         mutation.what += fmt::format("device {}:{}", static_cast<std::int32_t>(tensor.device.kind),
                                      tensor.device.index);
+        // An address on another device must not be accessed.
         tensor.data = tensor.device == argument.memory.tensor().device
                           ? argument.memory.tensor().data
-                          : reinterpret_cast<void*>(std::uintptr_t{0x1000});  // nobody may touch it
+                          : reinterpret_cast<void*>(std::uintptr_t{0x1000});
         break;
       case 5:
         tensor.data = nullptr;
@@ -120,7 +120,7 @@ class Mutator {
         tensor.data = argument.begin() + 1;
         mutation.what += "misaligned";
         break;
-      default:  // the largest stride passes 64 bits wherever it counts
+      default:  // the largest stride overflows 64 bits wherever it is used
         tensor.stride[i] =
             one_of({std::int64_t{-1}, std::numeric_limits<std::int64_t>::min(), std::int64_t{0},
                     std::int64_t{0}, std::int64_t{1}, std::numeric_limits<std::int64_t>::max()});
@@ -129,7 +129,7 @@ class Mutator {
     return mutation;
   }
 
-  /// One entry of an i32 input.
+  /// Mutates one entry of an i32 input.
   Mutation spoil_contents() {
     std::vector<Argument*> candidates;
     for (Argument& argument : call_.arguments)
@@ -139,7 +139,7 @@ class Mutator {
     if (candidates.empty()) return spoil_number();
     Argument& argument = *candidates[below(static_cast<std::int64_t>(candidates.size()))];
     Ints words = argument.memory.download_ints();
-    // The second half of the memory is spare.
+    // The second half of the memory is unused.
     std::int32_t& entry = words[below(static_cast<std::int64_t>(words.size()) / 2)];
     entry = one_of({-1, -2, kMinInt32, kMaxInt32, 0, 1, 100, std::max(entry, -9) - 1,
                     std::min(entry, 99) + 1});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Element types: every value of the small formats, and how a double becomes one of them.
+// Element types: every value of the narrow formats, and the rounding of doubles to them.
 #include "core/numerics.h"
 
 #include <bit>
@@ -13,7 +13,7 @@
 namespace winnow::tests {
 namespace {
 
-/// What a test needs to know of a format; the numbers are those of its standard.
+/// The parameters of a format, from its standard.
 struct BFloat16Format {
   using Type = BFloat16;
   static constexpr DType dtype = DType::bf16;
@@ -93,7 +93,7 @@ TYPED_TEST(SmallFormat, BetweenTwoValuesTheNearestWinsAndTiesGoToEven) {
       const double s = sign == 0 ? 1 : -1;
       EXPECT_EQ(from_double<Type>(s * middle).bits, even | sign);
       EXPECT_EQ(TypeParam::from_float(static_cast<float>(s * middle)).bits, even | sign);
-      // Doubles so close to the middle that a float cannot tell them from it.
+      // Doubles that round to the middle in fp32, so that double rounding would show.
       EXPECT_EQ(from_double<Type>(s * std::nextafter(middle, high)).bits, (code + 1) | sign);
       EXPECT_EQ(from_double<Type>(s * std::nextafter(middle, low)).bits, code | sign);
     }
@@ -131,7 +131,7 @@ TYPED_TEST(SmallFormat, NanStaysNan) {
   using Type = typename TypeParam::Type;
   EXPECT_TRUE(std::isnan(to_float(from_double<Type>(kNaN))));
   EXPECT_TRUE(std::isnan(to_float(from_double<Type>(-kNaN))));
-  // Payloads in any bit, the lowest alone included.
+  // NaN payloads in any bit, including the lowest alone.
   for (int bit = 0; bit < 23; ++bit) {
     const auto nan = std::bit_cast<float>(0x7f800000U | std::uint32_t{1} << bit);
     EXPECT_TRUE(std::isnan(to_float(TypeParam::from_float(nan)))) << bit;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random small calls of every op; all of them legal.
+// Random small calls of every op, all of them valid.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ inline const Values kScaleChoices = {kNaN, kInfinity, -kInfinity, 0, -0.5, 0.125
 
 inline DType activation(CallMaker& m) { return m.one_of({DType::bf16, DType::f16, DType::f32}); }
 
-/// Index lists over `keys` keys: some of no key, some repeated.
+/// Index lists over `keys` keys, with invalid and repeated entries.
 inline Ints index_list(CallMaker& m, std::int64_t count, std::int64_t keys) {
   Ints result;
   for (std::int64_t i = 0; i < count; ++i)
@@ -44,7 +44,7 @@ inline void windows(CallMaker& m, Tensor& begin, Tensor& end, std::int64_t token
   m.ints("end", end, {tokens}, last);
 }
 
-/// The offsets of a few documents; how many rows they have.
+/// The offsets of a few documents, and their number of rows.
 template <class Args>
 std::int32_t documents(CallMaker& m, Args& args) {
   const std::int64_t count = m.between(0, 3);
@@ -128,7 +128,7 @@ inline Call index_topk_forward_call(CallMaker& m) {
   args.replay || m.perhaps() ? m.output("scores", args.scores, DType::f32, {tokens, topk})
                              : m.absent("scores", args.scores, true);
   m.number("order", args.order, {-1, 0, 1, 2, kMaxInt32});
-  m.number("replay", args.replay, {1});  // turned off it would make outputs of inputs
+  m.number("replay", args.replay, {1});  // without replay these inputs would be outputs
   return m.finish();
 }
 
@@ -150,7 +150,7 @@ inline Call index_topk_backward_call(CallMaker& m) {
   return m.finish();
 }
 
-/// What forward and backward of sparse_attention share.
+/// The sizes common to sparse_attention forward and backward.
 struct AttentionSizes {
   std::int64_t batch, tokens, heads, keys, qk_dim, v_dim, topk;
   DType dtype;
@@ -347,7 +347,7 @@ inline constexpr std::array kCallMakers = {
     quantize_fp8_call,
 };
 
-/// A legal call.
+/// A random valid call of a random op.
 inline Call make_call(std::uint64_t seed, Device device) {
   CallMaker maker(seed, device);
   return kCallMakers[maker.below(static_cast<std::int64_t>(kCallMakers.size()))](maker);

@@ -19,7 +19,7 @@ void on_groups(const std::function<void(Communicator&, Device)>& check) {
   }
 }
 
-/// Hands the k-th communicator of every rank out of the k-th group.
+/// Creates groups on demand: the k-th communicator of every rank belongs to the k-th group.
 class Groups {
  public:
   explicit Groups(int ranks) : ranks_(ranks), made_(static_cast<std::size_t>(ranks), 0) {}
@@ -34,7 +34,7 @@ class Groups {
  private:
   int ranks_;
   std::mutex mutex_;
-  std::vector<std::size_t> made_;  // by each rank
+  std::vector<std::size_t> made_;  // number created by each rank
   std::vector<std::vector<std::unique_ptr<Communicator>>> groups_;
 };
 
@@ -75,7 +75,7 @@ class ParallelRefusals : public ::testing::Test {
  protected:
   ParallelRefusals() : communicators_(harness::local_communicators(2)) {}
 
-  /// How rank 0 of two is refused.
+  /// The error of rank 0 of two.
   std::string gather(const Tensor& shard, const Tensor& whole, const Shards& shards) {
     return refusal_of([&] { gather_keys(*communicators_[0], shard, whole, shards); });
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The peak memory of a call on the cpu backend: what it says as workspace_bytes, and little more.
+// The peak memory of a call on the cpu backend is workspace_bytes and little more.
 #include <cstdint>
 #include <fstream>
 #include <functional>
@@ -17,10 +17,10 @@ namespace winnow::tests {
 namespace {
 
 constexpr std::int64_t kMiB = std::int64_t{1} << 20;
-/// Code, stacks of threads, lists of tasks.
+/// Allowance for code, thread stacks and task lists.
 constexpr std::int64_t kSlack = 64 * kMiB;
 
-/// The largest resident size of this process since the last reset, in bytes.
+/// The peak resident size of this process since the last reset, in bytes.
 std::int64_t peak_memory() {
   std::ifstream file("/proc/self/status");
   for (std::string word; file >> word;) {
@@ -30,8 +30,8 @@ std::int64_t peak_memory() {
   return 0;
 }
 
-/// How much more than before is resident while `call` runs; none where the kernel does not tell.
-/// Memory that the allocator keeps goes back first, so that the call cannot live on it unseen.
+/// The increase of resident memory while `call` runs; nullopt if the kernel does not report it.
+/// Trims the allocator first, so that the call cannot use its cached memory unnoticed.
 std::optional<std::int64_t> peak_rise(const std::function<void()>& call) {
   malloc_trim(0);
   if (!(std::ofstream("/proc/self/clear_refs") << 5 << std::flush)) return std::nullopt;
@@ -41,7 +41,7 @@ std::optional<std::int64_t> peak_rise(const std::function<void()>& call) {
   return peak_memory() - before;
 }
 
-/// Many queries and keys, and little for each of them to do.
+/// Many queries and keys with little work per pair.
 harness::Case many_pairs(std::int64_t rows) {
   return {.name = "many pairs",
           .tokens = rows,
@@ -55,7 +55,7 @@ harness::Case many_pairs(std::int64_t rows) {
           .index_dim = 8};
 }
 
-/// All outputs have been written to before, so that none of the rise is theirs.
+/// All outputs have been written before, so that they do not count in the increase.
 template <class Args>
 void expect_bounded(const char* what, const harness::Case& c, const Args& args,
                     std::int64_t limit) {
@@ -106,7 +106,7 @@ TEST_F(PeakMemory, OfIndexTopkIsItsWorkspace) {
 }
 
 TEST_F(PeakMemory, OfDenseIndexLossIsItsWorkspace) {
-  const harness::Case c = many_pairs(8192);  // it looks at every pair
+  const harness::Case c = many_pairs(8192);  // quadratic in the number of rows
   const harness::DenseIndexLossWork work(c, {}, 1);
   expect_bounded("forward", c, work.forward, 16 * kMiB);
   expect_bounded("backward", c, work.backward, 16 * kMiB);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// quantize_fp8: scales, rounding, the floor, powers of two, and what is not finite.
+// quantize_fp8: scales, rounding, the floor of amax, powers of two, infinities and NaN.
 #include <cmath>
 
 #include "tests/testing.h"
@@ -76,7 +76,7 @@ TEST(QuantizeFp8, PowersOfTwoAreTheSmallestThatServe) {
       EXPECT_GE(scale * 448, largest);
       EXPECT_LT(scale / 2 * 448, largest);
     }
-    // Exactly a power of two already; and one float above it.
+    // A power of two, and the next float above it.
     EXPECT_EQ(row({448, 1}, backend, true).scale[0], 1);
     EXPECT_EQ(row({448 * 0x1p-10, 0}, backend, true).scale[0], 0x1p-10);
     EXPECT_EQ(row({std::nextafter(448.0F, 500.0F), 1}, backend, true).scale[0], 2);
@@ -95,8 +95,8 @@ TEST(QuantizeFp8, RoundTripsWithinHalfAStep) {
             quantized(dtype, {40, 128}, x, on(backend), {.power_of_two = power_of_two});
         const Values back = result.dequantised();
         for (std::size_t i = 0; i < x.size(); ++i) {
-          // Three mantissa bits: 2^-4 of the value; below 2^-6 scales the steps are 2^-9. A float
-          // division by the scale adds its own rounding.
+          // Three mantissa bits give an error of 2^-4 of the value; below 2^-6 * scale the step is
+          // 2^-9. The fp32 division by the scale adds its own rounding.
           const double scale = result.scale[i / 128];
           const double half_step =
               std::max(std::abs(x[i]) * 0x1p-4, scale * 0x1p-10) * (1 + 0x1p-20);
@@ -126,7 +126,7 @@ TEST(QuantizeFp8, RoundsTheFloatQuotientToNearestEven) {
 TEST(QuantizeFp8, NanStaysAndInfinitySaturates) {
   on_each_backend([](Backend backend) {
     const Quantized result = row({kNaN, kInfinity, -kInfinity, 7, -3.5, -kNaN}, backend);
-    EXPECT_EQ(result.scale, Values{7.0 / 448});  // the largest finite one
+    EXPECT_EQ(result.scale, Values{7.0 / 448});  // from the largest finite value
     EXPECT_TRUE(same_bits(result.values, {kNaN, 448, -448, 448, -224, kNaN}));
     const Quantized nothing_finite = row({kNaN, kInfinity}, backend);
     EXPECT_EQ(nothing_finite.scale, row({0, 0}, backend).scale);

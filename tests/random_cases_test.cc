@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every op on small cases of the harness with all choices drawn.
+// Every op on small cases of the harness with random options.
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -15,9 +15,9 @@ namespace {
 
 constexpr std::uint64_t kCases = kSanitized ? 60 : 400;
 
-/// A small case with every choice drawn. Gradients are judged by their norm, and that of a few
-/// numbers may all but vanish beside what it is the difference of: so there are some rows, keys and
-/// heads at least, and extreme sinks have more heads beside them.
+/// A small case with random options. Gradients are compared by their norm, which for a few numbers
+/// may be tiny by cancellation: so there are some rows, keys and heads at least, and extreme sinks
+/// come with more heads.
 harness::Case random_case(std::uint64_t seed) {
   CallMaker m(seed, {});
   harness::Case c;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every communicator and every number of ranks must keep. Each check is called by all ranks at
-// once and judges its own rank.
+// Checks that every communicator must pass with any number of ranks. All ranks call a check at the
+// same time, and each verifies its own results.
 #pragma once
 
 #include <chrono>
@@ -13,14 +13,14 @@
 
 namespace winnow::tests {
 
-/// Makes one more communicator of this rank, all ranks together.
+/// Creates another communicator; called by all ranks together.
 using MakeCommunicator =
     std::function<std::unique_ptr<Communicator>(std::chrono::milliseconds timeout)>;
 
 inline constexpr Sharding kShardings[] = {Sharding::contiguous, Sharding::zigzag};
 
-/// Lists of rows as batches have them: uneven, with padding behind the last document, with fewer
-/// rows than ranks.
+/// Shards as batches have them: uneven, with rows after the last document, with fewer rows than
+/// ranks.
 inline std::vector<Shards> some_shards(int ranks) {
   std::vector<Shards> shards;
   for (const Sharding sharding : kShardings) {
@@ -38,7 +38,7 @@ inline std::int64_t rows_of_all(const Shards& shards) {
   return rows;
 }
 
-/// `width` values for each of the given rows, of a matrix of values.
+/// The given rows of a matrix with `width` columns.
 inline Values rows_of(const Values& values, const Ints& rows, std::int64_t width) {
   Values result;
   for (const std::int32_t row : rows) {
@@ -77,7 +77,7 @@ inline void check_gathered_rows_stand_in_global_order(Communicator& ranks, Devic
   }
 }
 
-/// A rank r whose loss is (r + 1) * sum(gathered): with two ranks every gradient is 3.
+/// The loss of rank r is (r + 1) * sum(gathered), so with two ranks every gradient is 3.
 inline void check_gradients_are_sums_over_ranks(Communicator& ranks, Device device) {
   const double sum = ranks.size() * (ranks.size() + 1) / 2.0;
   for (const Shards& shards : some_shards(ranks.size())) {
@@ -95,12 +95,12 @@ inline void check_gradients_are_sums_over_ranks(Communicator& ranks, Device devi
   }
 }
 
-/// Every row comes from its own place, is summed in fp32 and rounded once at the end.
+/// Every row arrives at its own rank, summed in fp32 and rounded once.
 inline void check_gradients_are_rounded_once(Communicator& ranks, Device device) {
   for (const Shards& shards : some_shards(ranks.size())) {
     const Ints& own = shards.rows[ranks.rank()];
     const std::int64_t tokens = rows_of_all(shards);
-    // 1 and some 2^-9, which bf16 would lose one by one; exact in fp32.
+    // 1 plus several 2^-9: exact in fp32, lost one by one in bf16.
     const auto part_of = [&](int rank) {
       Values values = whole_numbers(tokens * 8, rank, "gradients", 0, 3);
       for (double& value : values) value = (rank == 0 ? 1 : 0) + value * 0x1p-9;
@@ -122,7 +122,7 @@ inline void check_gradients_are_rounded_once(Communicator& ranks, Device device)
   }
 }
 
-/// Results do not depend on who brings the memory, and a workspace that is too small is not used.
+/// Results do not depend on who provides the memory, and a workspace that is too small is not used.
 inline void check_workspaces(Communicator& ranks, Device device) {
   const Shards shards = shard_rows(Ints{0, 90}, 90, ranks.size(), Sharding::zigzag);
   const Ints& own = shards.rows[ranks.rank()];
@@ -153,7 +153,7 @@ inline void check_traffic(Communicator& ranks, Device device) {
   EXPECT_EQ(ranks.traffic().reduced - before.reduced, (41 - own) * 6 * 4);
 }
 
-/// A layer of attention over documents with padding between them, in a number of rows that no
+/// A layer of attention over documents with padding between them, with a number of rows that no
 /// number of ranks divides.
 struct LayerCase {
   harness::Case c;
@@ -170,7 +170,7 @@ inline std::vector<LayerCase> layer_cases() {
           {flash, {0, 50, 93, 130}, {0, 52, 100, 148}}};
 }
 
-/// The step of N ranks against that of one: what single rows get bit by bit, sums over rows within
+/// Compares the step of N ranks with that of one: per-row results bitwise, sums over rows within
 /// the error of fp32.
 inline void check_many_ranks_equal_one(Communicator& ranks, Device device) {
   for (const LayerCase& layer : layer_cases()) {
@@ -201,7 +201,7 @@ inline void check_many_ranks_equal_one(Communicator& ranks, Device device) {
   }
 }
 
-/// The text with which a collective fails; empty if it does not.
+/// The message with which a collective fails; empty if it succeeds.
 template <class Call>
 std::string communication_failure(const Call& call) {
   try {
@@ -213,10 +213,8 @@ std::string communication_failure(const Call& call) {
   return {};
 }
 
-/// The last rank asks for something else: all ranks say so, with the same words, and never again do
-/// anything.
-/// Ranks that have as many rows as others think, but other ones; and a call that one rank was
-/// refused.
+/// Ranks find out if they disagree on which rows each has, with equal counts, and if one rank was
+/// refused a call.
 inline void check_histories_are_compared(const MakeCommunicator& make) {
   const auto gather = [](Communicator& ranks, Sharding sharding, std::int64_t more_rows) {
     const std::int32_t tokens = 4 * ranks.size();
@@ -282,7 +280,7 @@ inline void check_mismatches_are_errors_on_every_rank(const MakeCommunicator& ma
   }
 }
 
-/// Ranks that wait for one that does not come get an Error within the time-out.
+/// Ranks that wait for a missing rank get an Error within the time-out.
 inline void check_a_missing_rank_is_an_error(const MakeCommunicator& make) {
   constexpr std::chrono::milliseconds kTimeout{400};
   const std::unique_ptr<Communicator> ranks = make(kTimeout);

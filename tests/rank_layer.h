@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankLayer: one layer of any kind on one rank, by the public calls alone.
+// RankLayer: computes one layer of any kind on one rank, through the public API only.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,8 @@ inline double bytes_of(const Tensor& tensor) {
   return static_cast<double>(bytes);
 }
 
-/// Forward and backward: what it allocates, what its collectives stage, what its lists hold.
+/// Runs forward and backward and counts the bytes of its tensors, the staging memory of its
+/// collectives and the entries of its index lists.
 class RankLayer {
  public:
   RankLayer(const LayerKind& kind, const ShardedBatch& batch, const Shards& pools,
@@ -57,8 +58,8 @@ class RankLayer {
   }
 
   std::map<std::string, double> tensor_bytes;
-  std::size_t staged_bytes = 0;      // by any scatter_key_grads
-  std::optional<std::int64_t> seen;  // by an indexer
+  std::size_t staged_bytes = 0;      // largest staging of a scatter_key_grads
+  std::optional<std::int64_t> seen;  // number of pairs scored by the indexer
   std::int64_t slots = 0;
 
  private:
@@ -92,7 +93,7 @@ class RankLayer {
     gather_keys(communicator_, shard, whole, shards, kOneThread);
   }
 
-  /// Finds out how much of a large workspace the call writes to.
+  /// Measures how much of a large workspace the call writes to.
   void scatter(const Tensor& whole, const Tensor& shard, const Shards& shards) {
     constexpr auto kUntouched = std::byte{0xA5};
     std::vector<std::byte> workspace(1 << 20, kUntouched);
@@ -139,7 +140,7 @@ class RankLayer {
     seen = sum_of("end") - sum_of("begin");
   }
 
-  /// As wide as the longest list; what an earlier layer selected is not of this one.
+  /// Index lists as wide as the longest one. A selection of an earlier layer does not count here.
   void list_keys() {
     if (c_.window == 0 && kind_.has_indexer()) {
       indices_ = of("selected");
@@ -274,7 +275,7 @@ class RankLayer {
   const LayerKind& kind_;
   const Case& c_;
   const ShardedBatch& batch_;
-  const Shards& pools_;  // those that end in the rows of each rank
+  const Shards& pools_;  // the pools that end in the rows of each rank
   Communicator& communicator_;
   const Ints& own_rows_;
   std::int64_t rows_;

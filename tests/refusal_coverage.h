@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which of the library's sentences of refusal the tests of this program have seen.
+// Records which refusal messages of the library the tests of this program have seen.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +15,8 @@ namespace winnow::tests {
 
 class RefusalCoverage {
  public:
-  /// Takes a text "op: argument given: sentence", or "op: the x backend sentence; the y backend's
-  /// kernel z sentence; ...". A sentence
-  /// that leaves more words to its values matches much: the one with most words of its own counts.
+  /// Records a message "op: argument given: sentence" or "op: the x backend's kernel y sentence;
+  /// ...". If several sentences match, the one with the most literal text counts.
   void record(std::string_view text) {
     for (std::size_t first = 0; first <= text.size();) {
       const std::size_t last = std::min(text.find("; ", first), text.size());
@@ -56,8 +55,7 @@ class RefusalCoverage {
   }
 
   void record_one(std::string_view text) {
-    // The sentence is an end of the text: behind a colon, or behind the name of a backend or
-    // kernel.
+    // The sentence is a suffix of the text, after a colon or after the name of a backend or kernel.
     const char* best = nullptr;
     for (const char* sentence : refusal::all) {
       for (const std::string_view before : {": ", " backend ", " loops ", " simd "}) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether a sanitizer makes this build's library slow and its memory large.
+// Whether the library of this build has sanitizers, which make it slow and its memory large.
 #pragma once
 
 namespace winnow::tests {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// shard_rows: golden values, and what holds for every batch: each row once, even chunks, equal
-// work.
+// shard_rows: golden values and properties: each row once, chunks of equal size, equal work.
 #include <algorithm>
 #include <numeric>
 
@@ -27,7 +26,7 @@ Ints random_lengths(std::uint64_t seed, std::int64_t count, std::int64_t most) {
   return lengths;
 }
 
-/// Key rows that all queries of a rank see: its causal work.
+/// The causal work of a rank: the number of keys that its queries see.
 std::vector<double> work_of(const Shards& shards, const Ints& offsets) {
   std::vector<double> work;
   for (const Ints& rows : shards.rows) {
@@ -41,7 +40,7 @@ std::vector<double> work_of(const Shards& shards, const Ints& offsets) {
   return work;
 }
 
-/// The largest share against the average one.
+/// The ratio of the largest work to the average.
 double imbalance(const std::vector<double>& shares) {
   return *std::max_element(shares.begin(), shares.end()) * static_cast<double>(shares.size()) /
          std::accumulate(shares.begin(), shares.end(), 0.0);
@@ -139,7 +138,7 @@ TEST(ShardRows, ContiguousBordersAreTheNearestAllowed) {
       for (std::int64_t rank = 0; rank < 4; ++rank) {
         const std::int64_t end = begin + static_cast<std::int64_t>(shards.rows[rank].size());
         EXPECT_LE(std::abs(end - (rank + 1) * offsets.back() / 4), multiple / 2);
-        // A border inside a document stands at a multiple of its rows.
+        // A boundary within a document is at a multiple of `multiple` rows.
         const auto next = std::upper_bound(offsets.begin(), offsets.end(), end);
         if (next != offsets.end()) {
           EXPECT_EQ((end - *(next - 1)) % multiple, 0);
@@ -159,7 +158,7 @@ TEST(ShardRows, ZigzagChunksAreEven) {
             shard_rows(offsets, offsets.back(), ranks, Sharding::zigzag, multiple);
         for (std::size_t i = 1; i < offsets.size(); ++i) {
           const std::int32_t length = offsets[i] - offsets[i - 1];
-          if (length < 4 * ranks * multiple) continue;  // then no chunk is empty
+          if (length < 4 * ranks * multiple) continue;  // so that no chunk is empty
           Ints sizes;
           for (int rank = 0; rank < ranks - 1; ++rank) {
             const Ints chunks = runs(shards.rows[rank], offsets[i - 1], offsets[i]);
@@ -169,7 +168,7 @@ TEST(ShardRows, ZigzagChunksAreEven) {
           }
           const auto [least, most] = std::minmax_element(sizes.begin(), sizes.end());
           EXPECT_LE(*most - *least, multiple) << "document of " << length << ", ranks " << ranks;
-          // The two chunks of the last rank stand side by side.
+          // The two chunks of the last rank are adjacent.
           const Ints both = runs(shards.rows[ranks - 1], offsets[i - 1], offsets[i]);
           ASSERT_EQ(both.size(), 1U);
           EXPECT_GE(both[0], 2 * (*most - multiple));

@@ -12,9 +12,9 @@
 
 namespace winnow::tests {
 
-/// While it lives, the cpu backend runs on one target instead of the machine's best. Highway is a
-/// shared library, so that what is set here is what libwinnow asks; `reaches_the_backend` makes
-/// sure of it.
+/// While it is alive, the cpu backend runs on one target instead of the best one. Highway is a
+/// shared library, so that the setting here affects libwinnow too; `reaches_the_backend` verifies
+/// this.
 class OnSimdTarget {
  public:
   explicit OnSimdTarget(std::int64_t target) : target_(target) {
@@ -24,7 +24,7 @@ class OnSimdTarget {
   OnSimdTarget& operator=(const OnSimdTarget&) = delete;
   ~OnSimdTarget() { hwy::SetSupportedTargetsForTest(0); }
 
-  /// The backend names the target that it takes.
+  /// Whether the backend reports this target.
   bool reaches_the_backend() const {
     return describe(Backend::cpu).starts_with(std::string(hwy::TargetName(target_)) + " ");
   }
@@ -33,7 +33,7 @@ class OnSimdTarget {
   std::int64_t target_;
 };
 
-/// Those that this machine has and the cpu backend was compiled for, best first.
+/// The targets of this machine that the cpu backend was compiled for, best first.
 inline std::vector<std::int64_t> simd_targets() {
   std::vector<std::int64_t> usable;
   for (std::int64_t left = hwy::SupportedTargets(); left != 0; left &= left - 1) {

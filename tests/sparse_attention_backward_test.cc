@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// sparse_attention backward: properties of the gradients. That they are the derivatives is shown in
-// gradients_test.
+// sparse_attention backward: properties of the gradients. gradients_test compares them with finite
+// differences.
 #include "tests/attention.h"
 
 namespace winnow::tests {
@@ -56,7 +56,7 @@ TEST(SparseAttentionBackward, RowsWithoutKeysTouchNothing) {
     for (std::int64_t t = 0; t < a.tokens; t += 2)
       EXPECT_TRUE(all_zero(part(gradients.d_q, t * q_row, q_row)));
 
-    // The rows that have keys give all of it.
+    // Only rows with keys contribute.
     AttentionGradients sum = {Values(static_cast<std::size_t>(a.tokens * q_row)),
                               Values(gradients.d_kv.size()), Values(gradients.d_sink.size())};
     for (std::int64_t t = 1; t < a.tokens; t += 2) {
@@ -115,7 +115,7 @@ TEST(SparseAttentionBackward, SlotsPastLengthsHoldNone) {
 }
 
 TEST(SparseAttentionBackward, KeysMayStandInManySlotsOfManyRows) {
-  // One key in every slot of every row; then few keys, each several times, the same in every row.
+  // One key in all slots of all rows; then a few keys, each several times, the same in all rows.
   on_each_attention(45, [](Backend backend, const Attention& whole) {
     for (const std::int32_t keys : {1, 5}) {
       Attention a = whole;
@@ -137,7 +137,7 @@ TEST(SparseAttentionBackward, DKvOfTheAccumulationTypeIsAddedTo) {
     AttentionGradients expected = alone;
     expected.d_kv = combined(1, alone.d_kv, 1, more.d_kv_before);
     if (!a.sink.empty()) expected.d_sink = combined(1, alone.d_sink, 1, more.d_sink_before);
-    // Held to the limit of fp32 sums, whatever the inputs are.
+    // The limit of fp32 sums applies, whatever the input type.
     Attention as_f32 = a;
     as_f32.dtype = DType::f32;
     expect_close(as_f32, backward(more, outputs, on(backend)), expected);
@@ -152,7 +152,7 @@ TEST(SparseAttentionBackward, DKvOfTheInputTypeIsOverwritten) {
       const AttentionGradients sums = backward(a, outputs, on(backend));
       a.d_kv_type = dtype;
       const AttentionGradients rounded = backward(a, outputs, on(backend));
-      // One rounding: half an ulp of the value, and what fp32 sums differ by.
+      // One rounding: half an ulp of the value, plus the difference of fp32 sums.
       const double ulp = dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;
       const double largest = *std::max_element(sums.d_kv.begin(), sums.d_kv.end());
       for (std::size_t i = 0; i < sums.d_kv.size(); ++i)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// sparse_attention: layouts of tensors, workspaces, many rows and far offsets.
+// sparse_attention: tensor layouts, workspaces, many rows and large offsets.
 #include "tests/attention.h"
 #include "tests/far_memory.h"
 
@@ -24,7 +24,7 @@ TEST(SparseAttentionMemory, StridedRowsGiveTheSame) {
   on_each_attention(51, [](Backend backend, const Attention& a) {
     const AttentionOutputs outputs = forward(a, on(backend));
     const AttentionGradients gradients = backward(a, outputs, on(backend));
-    for (const std::int64_t padding : {1, 3, 8}) {  // with an odd one rows are misaligned too
+    for (const std::int64_t padding : {1, 3, 8}) {  // an odd one also misaligns rows
       Attention strided = a;
       strided.row_padding = padding;
       expect_close(a, forward(strided, on(backend)), outputs);
@@ -72,7 +72,7 @@ TEST(SparseAttentionMemory, HeadsMayComeFirst) {
 }
 
 TEST(SparseAttentionMemory, OneRowMayServeForAll) {
-  // A stride of 0: the same query for every token, the same list of keys.
+  // Stride 0: the same query and the same index list for every token.
   on_each_attention(53, [](Backend backend, const Attention& whole) {
     Attention a = whole;
     for (std::int64_t i = 0; i < a.tokens * a.topk; ++i) a.indices[i] = a.indices[i % a.topk];
@@ -161,7 +161,7 @@ TEST(SparseAttentionMemory, ALimitThatIsNamedIsEnough) {
   on_each_attention(57, [](Backend backend, const Attention& a) {
     const AttentionForwardWork work(a, harness::device_of(backend));
     const std::string reason = why_not(work.args, {.backend = backend, .workspace_limit = 1});
-    if (reason.empty()) return;  // it needs none
+    if (reason.empty()) return;  // it needs no workspace
     const std::string before = "at least ";
     const std::size_t least = std::stoull(reason.substr(reason.find(before) + before.size()));
     EXPECT_EQ(why_not(work.args, {.backend = backend, .workspace_limit = least}), "");

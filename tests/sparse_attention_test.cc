@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// sparse_attention forward: what counts as a key, the sink, and whose inputs a row depends on.
+// sparse_attention forward: valid and invalid indices, the sink, independence of rows.
 #include <cmath>
 #include <numeric>
 
@@ -17,7 +17,7 @@ Attention with_all_keys(Attention a) {
   return a;
 }
 
-/// The list of row t without keys.
+/// Makes all indices of row t invalid.
 void clear_row(Attention& a, std::int64_t t) {
   for (std::int64_t j = 0; j < a.topk; ++j) a.indices[t * a.topk + j] = -1;
 }
@@ -59,7 +59,7 @@ TEST(SparseAttention, SlotsBetweenKeysMayHoldNone) {
 
 TEST(SparseAttention, ListsMayBeLongerThanThereAreKeys) {
   on_each_backend([](Backend backend) {
-    // All keys, shuffled, and no key in 13 slots.
+    // All keys in random order, and 13 invalid slots.
     const Attention a = filled({.tokens = 4, .keys = 110, .topk = 123}, 21);
     const AttentionOutputs outputs = forward(a, on(backend));
     expect_close(a, outputs, plain_attention(a));
@@ -129,7 +129,7 @@ TEST(SparseAttention, AKeyThatStandsTwiceCountsTwice) {
     for (std::int64_t t = 0; t < a.tokens; ++t) a.indices[t * a.topk + 1] = a.indices[t * a.topk];
     expect_close(a, forward(a, on(backend)), plain_attention(a));
 
-    // All slots one key: its value, and log(topk) more than its score.
+    // The same key in all slots: out is its value, lse is its score + log(topk).
     for (std::int64_t i = 0; i < a.rows() * a.topk; ++i)
       a.indices[i] = a.indices[i / a.topk * a.topk];
     a.sink.clear();
@@ -252,7 +252,7 @@ TEST(SparseAttention, MaxLogitsAreOptional) {
   });
 }
 
-// ---- Whose inputs a row depends on.
+// ---- Independence of rows.
 
 TEST(SparseAttention, RowsDoNotDependOnTheirNeighbours) {
   on_each_attention(18, [](Backend backend, const Attention& a) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor: making one, describing it, and views of DLPack's struct.
+// Tensor: construction, description, and views of DLPack tensors.
 #include <array>
 #include <cstdint>
 #include <vector>
@@ -9,7 +9,7 @@
 namespace winnow::tests {
 namespace {
 
-// DLPack's structs, as its header declares them.
+// The structs of DLPack, as declared in dlpack.h.
 struct DLDevice {
   std::int32_t device_type;
   std::int32_t device_id;

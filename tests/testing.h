@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tests share: backends to loop over, tensors from vectors, comparisons as assertions.
+// Shared by the tests: loops over backends, tensors from vectors, comparisons as assertions.
 #pragma once
 
 #include <bit>
@@ -57,7 +57,7 @@ inline Values normals(std::int64_t count, std::uint64_t seed, std::string_view s
   return values;
 }
 
-/// Whole numbers in [least, most].
+/// Random integers in [least, most].
 inline Values whole_numbers(std::int64_t count, std::uint64_t seed, std::string_view stream,
                             std::int64_t least, std::int64_t most) {
   const Random random(seed, stream);
@@ -67,13 +67,13 @@ inline Values whole_numbers(std::int64_t count, std::uint64_t seed, std::string_
   return values;
 }
 
-/// The values that a tensor of this type holds for the given ones.
+/// The given values, rounded to this type.
 inline Values as_stored(DType dtype, Values values) {
   for (double& value : values) value = harness::rounded(dtype, value);
   return values;
 }
 
-/// `count` values from the one at `first` on.
+/// values[first, first + count)
 template <class T>
 std::vector<T> part(const std::vector<T>& values, std::int64_t first, std::int64_t count) {
   return {values.begin() + first, values.begin() + first + count};
@@ -87,7 +87,7 @@ inline std::int64_t elements(const Shape& shape) {
   return product;
 }
 
-/// No values: an absent tensor, where the shape has elements.
+/// Without values, an absent tensor if the shape has elements.
 inline Buffer floats(Device device, DType dtype, const Shape& shape, const Values& values,
                      std::int64_t row_padding = 0) {
   if (values.empty() && elements(shape) > 0) return {};
@@ -116,7 +116,7 @@ inline ::testing::AssertionResult ok(const harness::Report& report) {
   return ::testing::AssertionFailure() << harness::line(report);
 }
 
-/// Equal in every bit; all NaN are one value here.
+/// Expects bitwise equality, except that all NaN are equal.
 inline ::testing::AssertionResult same_bits(const Values& actual, const Values& expected) {
   if (actual.size() != expected.size()) {
     return ::testing::AssertionFailure()
@@ -136,7 +136,7 @@ inline ::testing::AssertionResult all_equal(const Values& values, double expecte
   return same_bits(values, Values(values.size(), expected));
 }
 
-/// All zeros, of either sign.
+/// Whether all values are +0 or -0.
 inline ::testing::AssertionResult all_zero(const Values& values) {
   for (std::size_t i = 0; i < values.size(); ++i)
     if (values[i] != 0)
@@ -146,7 +146,7 @@ inline ::testing::AssertionResult all_zero(const Values& values) {
 
 // ---- Errors.
 
-/// The text of the Error that `call` throws; empty if it throws none.
+/// The message of the Error that `call` throws; empty if it throws none.
 template <class Call>
 std::string refusal_of(const Call& call) {
   try {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// THD batches: golden values, what holds for every batch, and batches that are refused.
+// THD batches: golden values, properties of every batch, and batches that are refused.
 #include <algorithm>
 #include <numeric>
 
@@ -13,7 +13,7 @@ using Bits = std::vector<std::uint8_t>;
 
 constexpr std::int64_t kFill = -1000;
 
-/// Lengths of rows that own their memory.
+/// PaddedDocuments with their own memory.
 struct Documents {
   std::int64_t rows;
   std::int64_t row_tokens;
@@ -30,7 +30,7 @@ Longs counted(std::int64_t count, std::int64_t first) {
   return values;
 }
 
-/// Rows of documents with padding behind them; sometimes only the last one has some.
+/// Random rows of documents with padding, sometimes only after the last one.
 Documents random_documents(std::uint64_t seed) {
   const Random random(seed, "documents");
   std::int64_t draw = 0;
@@ -62,14 +62,14 @@ Documents random_documents(std::uint64_t seed) {
   return documents;
 }
 
-/// The documents of the rows [first, first + count) alone.
+/// The documents of the rows [first, first + count).
 Documents rows_of(const Documents& documents, std::int64_t first, std::int64_t count) {
   const std::int64_t width = static_cast<std::int64_t>(documents.seq_lens.size()) / documents.rows;
   return {count, documents.row_tokens, part(documents.seq_lens, first * width, count * width),
           part(documents.seq_lens_padded, first * width, count * width)};
 }
 
-/// A chunk's offsets without the fill.
+/// The offsets of a chunk without the fill values.
 Ints chunk_of(const Ints& offsets, const ThdLayout& layout, std::int64_t chunk) {
   Ints own = part(offsets, chunk * layout.offsets, layout.offsets);
   own.erase(std::find(own.begin(), own.end(), kFill), own.end());
@@ -92,7 +92,7 @@ TEST(ThdBatch, PaddingAtTheEndJoinsTheLastDocument) {
   EXPECT_EQ(layout.cu_seqlens, (Ints{0, 112, 224, 336, 448, 1024}));
   EXPECT_EQ(layout.cu_seqlens_padded, Ints{});
   EXPECT_EQ(layout.max_seqlen, (Ints{576}));
-  // The mask knows better.
+  // The mask still marks the padding.
   EXPECT_EQ(std::count(layout.padding_mask.begin(), layout.padding_mask.end(), 1), 1024 - 560);
   EXPECT_EQ(std::find(layout.padding_mask.begin(), layout.padding_mask.end(), 1) -
                 layout.padding_mask.begin(),
@@ -167,7 +167,7 @@ TEST(ThdBatch, RealTokensKeepTheirDocumentAndPlace) {
     const Ints& real = layout.cu_seqlens;
     const Ints& padded = layout.cu_seqlens_padded.empty() ? real : layout.cu_seqlens_padded;
     ASSERT_EQ(padded.back(), layout.tokens);
-    // The slots of the lengths as they were given, in the offsets that came out.
+    // The tokens of the given lengths, in the resulting offsets.
     std::size_t document = 0;
     std::int64_t begin = 0;
     for (std::size_t i = 0; i < documents.seq_lens.size(); ++i) {

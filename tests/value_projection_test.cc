@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// value_projection: products of whole numbers exactly, rows on their own, both kinds of d_w_v.
+// value_projection: exact on integers, independence of rows, fp32 and rounded d_w_v.
 #include "tests/testing.h"
 
 namespace winnow::tests {
@@ -21,7 +21,7 @@ struct ProjectionGradients {
   Values d_out, d_w_v;
 };
 
-/// Whole numbers, so small that the sums are exact in every type.
+/// Integers so small that the sums are exact in every type.
 Projection filled(Projection p, std::uint64_t seed) {
   p.out = whole_numbers(p.tokens * p.heads * p.v_dim, seed, "out", -2, 2);
   p.w_v = whole_numbers(p.heads * p.head_dim * p.v_dim, seed, "w_v", -2, 2);
@@ -62,7 +62,7 @@ ProjectionGradients backward(const Projection& p, const Execution& execution) {
       floats(device, p.dtype, {p.tokens, p.heads, p.head_dim}, p.d_out_v, p.row_padding);
   const Buffer d_out(device, p.dtype, {p.tokens, p.heads, p.v_dim}, p.row_padding);
   Buffer d_w_v(device, p.d_w_type, {p.heads, p.head_dim, p.v_dim}, p.row_padding);
-  // One that is overwritten starts as poison.
+  // A d_w_v that is overwritten is initialised with NaN, so that a missed element shows.
   if (p.d_w_type == DType::f32)
     d_w_v.upload(p.d_w_before.empty() ? Values(p.w_v.size()) : p.d_w_before);
   value_projection_backward({.out = out.tensor(),
@@ -97,7 +97,7 @@ Plain plain(const Projection& p) {
   return result;
 }
 
-/// Calls body(backend, shape) for every type, and for uneven shapes and those of the models.
+/// Calls body(backend, shape) for every type, with odd shapes and those of the models.
 template <class Body>
 void on_each_projection(const Body& body) {
   on_each_backend([&](Backend backend) {

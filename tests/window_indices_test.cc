@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// window_indices: golden lists, given pool ids, padding, and lists that are wider than needed.
+// window_indices: golden lists, given pool ids, padding, and lists wider than needed.
 #include <array>
 
 #include "tests/testing.h"
@@ -22,7 +22,7 @@ struct Lists {
   std::int64_t topk = 1;
 };
 
-/// The lists, each without the -1 behind its entries.
+/// The lists without the -1 after their entries.
 std::vector<List> lists_of(const Lists& lists, Backend backend) {
   const Device device = harness::device_of(backend);
   const auto size = [](const Ints& values) { return static_cast<std::int64_t>(values.size()); };
@@ -86,7 +86,7 @@ TEST(WindowIndices, OfFirstRowsAreShort) {
 TEST(WindowIndices, StayInTheirDocument) {
   expect_lists({.cu_seqlens = {0, 3, 3, 6}, .tokens = 6, .window = 2, .topk = 2},
                {{0}, {0, 1}, {1, 2}, {3}, {3, 4}, {4, 5}});
-  // Each document's pools follow the other's: rows 0-4 own pools 0 and 1, rows 5-8 pools 2 and 3.
+  // The pools of documents follow each other: rows 0-4 have pools 0 and 1, rows 5-8 pools 2 and 3.
   expect_lists({.cu_seqlens = {0, 5, 9},
                 .query_rows = {4, 5, 6, 8},
                 .window = 1,
@@ -117,7 +117,7 @@ TEST(WindowIndices, OfAWindowWiderThanEveryDocument) {
 }
 
 TEST(WindowIndices, KeepGivenPoolsThatTheRowMaySee) {
-  // Row 7 sees the pools 0 and 1 of its document; others, -1 and nonsense are left out.
+  // Row 7 sees the pools 0 and 1 of its document; other, negative and huge ids are dropped.
   expect_lists({.cu_seqlens = {0, 12},
                 .query_rows = {7, 7, 7, 3},
                 .window = 1,
@@ -129,7 +129,7 @@ TEST(WindowIndices, KeepGivenPoolsThatTheRowMaySee) {
 }
 
 TEST(WindowIndices, KeepGivenPoolsOfTheOwnDocumentOnly) {
-  // Documents of 4 rows own two pools each: 0, 1 and 2, 3.
+  // Documents of 4 rows have two pools each: 0, 1 and 2, 3.
   expect_lists({.cu_seqlens = {0, 4, 8},
                 .query_rows = {3, 7, 5},
                 .window = 1,
@@ -168,7 +168,7 @@ TEST(WindowIndices, OfAQueryRowOfMinusOneAreEmpty) {
 }
 
 TEST(WindowIndices, WiderThanNeededAreFilledUp) {
-  // lists_of expects -1 in every slot behind the entries.
+  // lists_of expects -1 in every slot after the entries.
   expect_lists({.cu_seqlens = {0, 3}, .tokens = 3, .window = 2, .topk = 11}, {{0}, {0, 1}, {1, 2}});
 }
 
@@ -205,8 +205,8 @@ TEST(WindowIndices, OfRandomPackingsFollowTheDefinition) {
     lists.tokens = lists.padded.back() + 1;
     lists.topk = 20;
 
-    // From first principles: a row lists the real rows of its document at most `window` - 1 before
-    // it, then the pools whose last row it has reached.
+    // By definition, a row lists the real rows of its document at most `window` - 1 before it, then
+    // the pools whose last row it has reached.
     std::vector<List> expected(static_cast<std::size_t>(lists.tokens));
     std::int32_t pool_begin = 0;
     for (std::size_t i = 0; i + 1 < lists.padded.size(); ++i) {

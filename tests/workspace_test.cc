@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The workspace limit, on calls of every op: it holds, or the limit that would do is named.
+// The workspace limit on calls of every op: it is kept, or the refusal names one that suffices.
 #include <algorithm>
 #include <cstdint>
 #include <string>
@@ -20,14 +20,14 @@ void on_each_call(const Body& body) {
         CallMaker m(seed, harness::device_of(backend));
         const Call call = maker(m);
         SCOPED_TRACE(fmt::format("{}, seed {}", call.op, seed));
-        // What the backend cannot do with any limit is not the subject here.
+        // Calls that the backend refuses with any limit are not tested here.
         if (call.why_not(on(backend)).empty()) body(backend, call);
       }
     }
   });
 }
 
-/// Of the fp32 copies behind gradients of a smaller type, which come on top of the limit.
+/// Bytes of the fp32 accumulators of bf16 and f16 gradients, which the limit does not count.
 std::size_t copy_bytes(const Call& call) {
   std::size_t bytes = 0;
   for (const Argument& argument : call.arguments) {
@@ -49,7 +49,7 @@ struct NamedLimit {
   std::size_t least, given;
 };
 
-/// "... needs a workspace_limit of at least 123 bytes for this call, the limit is 45"
+/// Parses "... needs a workspace_limit of at least 123 bytes for this call, the limit is 45".
 NamedLimit named_limit(const std::string& reason) {
   const auto number_behind = [&](const std::string& words) -> std::size_t {
     const std::size_t at = reason.find(words);
@@ -73,7 +73,7 @@ TEST(Workspace, OfACallIsWithinTheLimitOrTheCallIsRefused) {
   });
 }
 
-/// A limit that is named is enough, and one byte less is not.
+/// The limit that a refusal names suffices, and one byte less does not.
 template <class WhyNot>
 void expect_named_limit_serves(Backend backend, std::size_t limit, const WhyNot& why_not) {
   const std::string reason = why_not({.backend = backend, .workspace_limit = limit});
@@ -96,7 +96,7 @@ TEST(Workspace, ALimitThatIsNamedIsEnoughAndTheLeast) {
 }
 
 TEST(Workspace, OfManyRowsAndKeysLikewise) {
-  // Here a larger limit makes larger pieces.
+  // A larger limit gives larger chunks.
   on_each_backend([](Backend backend) {
     const DenseLoss d =
         filled({.tokens = 40, .keys = 3000, .index_keys = 3000, .key_offset = 0}, 1);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Error: what every function of the library throws.
+// Error: the exception that every function of the library throws.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 namespace winnow {
 
 enum class ErrorCode : std::int32_t {
-  invalid_argument = 1,  // the caller's mistake: the text names argument, given and allowed
-  unsupported,           // legal, but not here: the text is that of why_not
+  invalid_argument = 1,  // invalid call: the message names argument, given and allowed values
+  unsupported,           // valid call that cannot run here: the message is that of why_not
   out_of_memory,
-  device,        // the device's runtime reported a failure
+  device,        // the CUDA runtime reported a failure
   communication  // a collective failed or timed out
 };
 

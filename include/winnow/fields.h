@@ -13,9 +13,11 @@ enum class FieldRole : std::int32_t { input, output, option };
 
 template <class Args, class Value>
 struct Field {
+  using Member = Value Args::*;
+
   const char* name;
   FieldRole role;
-  Value Args::*member;
+  Member member;
   const char* words = nullptr;  // of an enum: the names of its values in their order, "a|b|c"
 };
 

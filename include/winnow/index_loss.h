@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// index_target, index_loss, dense_index_loss: training the indexer against the attention that it
-// serves.
+// index_target, index_loss, dense_index_loss: training the indexer to match the attention that uses
+// its selection.
 #pragma once
 
 #include <tuple>
@@ -9,9 +9,9 @@
 
 namespace winnow {
 
-/// target[t,j] = sum_h p[t,h,j], the p of sparse_attention with the lse of that call; 0 in slots
-/// without a key. Not normalised, so that tensor-parallel ranks may add theirs first. The key of a
-/// slot is kv[key_offset + indices[t,j]], for indices >= 0 before lengths[t].
+/// target[t,j] = sum_h p[t,h,j], with p of sparse_attention and the lse of that call; 0 in slots
+/// without a key. Not normalised, so that tensor-parallel ranks can sum theirs first. The key of
+/// slot j is kv[key_offset + indices[t,j]], if indices[t,j] >= 0 and j < lengths[t].
 struct IndexTarget {
   Tensor q{};                   // [tokens, heads, qk_dim]  bf16 | f16 | f32 | f64 (reference)
   Tensor kv{};                  // [keys, qk_dim]           as q
@@ -20,8 +20,8 @@ struct IndexTarget {
   Tensor sink{};                // [heads]                  f32 (f64 with f64), optional
   Tensor lse{};                 // [tokens, heads]          as sink
   Tensor target{};              // [tokens, topk]           as sink, out
-  float scale = 0;              // as given to sparse_attention; it has no default here
-  std::int32_t key_offset = 0;  // where the indexer's keys begin in kv
+  float scale = 0;              // as given to sparse_attention; there is no default
+  std::int32_t key_offset = 0;  // the row of kv at which the indexer's keys begin
 
   static constexpr char kOperator[] = "index_target";
   static constexpr auto fields() {
@@ -39,16 +39,16 @@ struct IndexTarget {
 };
 
 /// loss[t] = KL(target[t] / sum_j target[t,j]  ||  softmax(scores[t])) and its gradient, both over
-/// the valid slots: index >= 0, before lengths, score not -inf.
+/// the valid slots: index >= 0, below lengths, score not -inf.
 ///   d_scores = softmax(scores) - target / sum_j target
-/// Fewer than two valid slots, or a target sum of 0: loss and gradient 0.
+/// With fewer than two valid slots, or a target sum of 0, loss and gradient are 0.
 struct IndexLoss {
   Tensor indices{};   // [tokens, topk]  i32
   Tensor lengths{};   // [tokens]        i32, optional
   Tensor scores{};    // [tokens, topk]  f32 | f64 (reference)
   Tensor target{};    // [tokens, topk]  as scores
   Tensor loss{};      // [tokens]        as scores, out
-  Tensor d_scores{};  // [tokens, topk]  as scores, out; 0 in other slots
+  Tensor d_scores{};  // [tokens, topk]  as scores, out; 0 in invalid slots
 
   static constexpr char kOperator[] = "index_loss";
   static constexpr auto fields() {
@@ -60,8 +60,9 @@ struct IndexLoss {
   }
 };
 
-/// The warm-up form: the same KL over the whole window of every row, between attention over that
-/// window and the indexer's scores (as in index_topk) for it. Index key s is kv[key_offset + s].
+/// The loss of the warm-up stage: the same KL over the whole window of every row, between dense
+/// attention over that window and the indexer's scores (as in index_topk). Key s of the indexer is
+/// kv[key_offset + s].
 struct DenseIndexLossForward {
   Tensor q{};        // [tokens, heads, qk_dim]           bf16 | f16 | f32 | f64 (reference)
   Tensor kv{};       // [keys, qk_dim]                    as q
@@ -73,7 +74,7 @@ struct DenseIndexLossForward {
   Tensor end{};      // [tokens]                          i32
   Tensor loss{};     // [tokens]                          as sink, out
   Tensor lse{};      // [tokens, heads]                   as sink, out: over the window, keys only
-  float scale = 0;   // it has no default here
+  float scale = 0;   // there is no default
   std::int32_t key_offset = 0;
 
   static constexpr char kOperator[] = "dense_index_loss_forward";
@@ -94,7 +95,7 @@ struct DenseIndexLossForward {
   }
 };
 
-/// Gradients of sum_t d_loss[t] * loss[t]. Attention itself gets none.
+/// Gradients of sum_t d_loss[t] * loss[t] to the indexer; attention gets none.
 struct DenseIndexLossBackward {
   Tensor q{};          // [tokens, heads, qk_dim]  as in forward
   Tensor kv{};         // [keys, qk_dim]

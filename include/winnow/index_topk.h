@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// index_topk: the lightning indexer's scores and the exact top-k of every query row.
+// index_topk: the scores of the lightning indexer and the exact top-k of every query row.
 #pragma once
 
 #include <tuple>
@@ -14,11 +14,11 @@ enum class SlotOrder : std::int32_t {
 };
 
 /// score[t,s] = sum_h weights[t,h] * max(q[t,h] . k[s], 0)   for s in [begin[t], end[t])
-/// max keeps NaN; with fp8, k[s] stands for k_scale[s] * k[s].
-/// Selected are the topk largest of a row; equal scores (+0 and -0 are equal) by smaller key row;
-/// NaN and -inf never. Valid slots come first; behind them indices are -1 and scores -inf.
-/// With `replay`, indices (and lengths, if present) are read and only scores are written: -inf for
-/// a slot whose index is no key of the window or that stands past lengths.
+/// max propagates NaN; with fp8, k[s] means k_scale[s] * k[s].
+/// The topk largest scores of a row are selected. Ties (+0 and -0 are equal) go to the smaller key
+/// row; NaN and -inf are never selected. Valid slots come first; after them indices are -1 and
+/// scores -inf. With `replay`, indices (and lengths, if present) are read and only scores are
+/// written: -inf for a slot past lengths or whose index is not in the window.
 struct IndexTopkForward {
   Tensor q{};        // [tokens, index_heads, index_dim]  bf16 | f16 | f32 | f8_e4m3 | f64
   Tensor k{};        // [keys, index_dim]                 as q; f64: reference only
@@ -49,12 +49,12 @@ struct IndexTopkForward {
   }
 };
 
-/// From d_scores, over the slots that hold a key of the window, with a = q[t,h] . k[i] and i =
-/// indices[t,j]:
+/// Gradients from d_scores, over the slots whose index i = indices[t,j] is in the window, with
+/// a = q[t,h] . k[i]:
 ///   d_weights[t,h] = sum_j d_scores[t,j] * max(a, 0)
 ///   d_q[t,h]       = sum_j d_scores[t,j] * weights[t,h] * [a > 0] * k[i]
 ///   d_k[i]        += sum_h d_scores[t,j] * weights[t,h] * [a > 0] * q[t,h]
-/// d_scores of other slots, NaN included, touch nothing.
+/// d_scores of other slots, NaN included, has no effect.
 struct IndexTopkBackward {
   Tensor q{};          // [tokens, index_heads, index_dim]  bf16 | f16 | f32 | f64 (reference)
   Tensor k{};          // [keys, index_dim]                 as q

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// quantize_fp8: rows to e4m3 with one scale each, as index_topk takes them.
+// quantize_fp8: quantises rows to fp8 (e4m3) with one scale per row, for index_topk.
 #pragma once
 
 #include <tuple>
@@ -8,9 +8,9 @@
 
 namespace winnow {
 
-/// For every row (the last dimension): amax = max(largest finite |x|, 1e-4), scale = amax / 448, or
-/// the smallest power of two that is no smaller; values = x / scale in fp32, rounded to nearest
-/// even; +-inf becomes +-448, NaN stays NaN.
+/// For every row (the last dimension): amax = max(largest finite |x|, 1e-4); scale = amax / 448, or
+/// with power_of_two the smallest power of two that is at least that; values = x / scale in fp32,
+/// rounded to nearest even. +-inf becomes +-448, NaN stays NaN.
 struct QuantizeFp8 {
   Tensor x{};       // [rows, dim] or [tokens, heads, dim]  bf16 | f16 | f32
   Tensor values{};  // as x                                 f8_e4m3, out

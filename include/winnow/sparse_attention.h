@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// sparse_attention: attention over chosen key rows; latent MLA, and MQA with a sink.
+// sparse_attention: attention over selected key rows; latent MLA, and MQA with a sink.
 #pragma once
 
 #include <tuple>
@@ -8,25 +8,25 @@
 
 namespace winnow {
 
-/// With i_j the valid entries of indices[t] (inside [0, keys) and before lengths[t]; a key that
-/// stands twice counts twice):
+/// With i_j the valid entries of indices[t] (in [0, keys), in slots below lengths[t]; a key that
+/// appears twice counts twice):
 ///   s_j = scale * q[t,h] . kv[i_j]
 ///   lse = log sum_j exp(s_j)
 ///   p_j = exp(s_j) / (sum_j exp(s_j) + exp(sink[h]))
 ///   out[t,h] = sum_j p_j * kv[i_j][:v_dim]
-/// A row without keys: out 0, lse and max_logits -inf.
-/// Every tensor but sink and d_sink may carry one more leading dimension, the batch: each slice has
-/// its own kv.
+/// A row without keys has out 0, lse and max_logits -inf.
+/// All tensors except sink and d_sink may have one more leading dimension, the batch, of which each
+/// slice has its own kv.
 struct SparseAttentionForward {
   Tensor q{};           // [tokens, heads, qk_dim]  bf16 | f16 | f32 | f64 (reference)
   Tensor kv{};          // [keys, qk_dim]           as q; values are the first v_dim channels
   Tensor indices{};     // [tokens, topk]           i32
-  Tensor lengths{};     // [tokens]                 i32, optional: slots that count
+  Tensor lengths{};     // [tokens]                 i32, optional: number of slots to use
   Tensor sink{};        // [heads]                  f32 (f64 with f64), optional; -inf: no sink
   Tensor out{};         // [tokens, heads, v_dim]   as q, out
   Tensor lse{};         // [tokens, heads]          as sink, out; natural log, keys only
-  Tensor max_logits{};  // [tokens, heads]          as sink, out, optional: largest s_j, not NaN
-  float scale = 0;      // 0: 1 / sqrt(qk_dim) where v_dim = qk_dim; otherwise it must be given
+  Tensor max_logits{};  // [tokens, heads]          as sink, out, optional: largest s_j, ignores NaN
+  float scale = 0;      // 0: 1 / sqrt(qk_dim) if v_dim = qk_dim; otherwise it must be given
 
   static constexpr char kOperator[] = "sparse_attention_forward";
   static constexpr auto fields() {
@@ -49,7 +49,7 @@ struct SparseAttentionForward {
 ///   d_kv[i_j]         += scale * sum_h dS_j * q[t,h]
 ///   d_kv[i_j][:v_dim] += sum_h p_j * d_out[t,h]
 ///   d_sink[h]         -= sum_t delta * exp(sink[h] - L)
-/// A row without keys has no part in any of them, whatever d_out and d_lse hold.
+/// A row without keys contributes to none of them, whatever d_out and d_lse hold.
 struct SparseAttentionBackward {
   Tensor q{};        // [tokens, heads, qk_dim]  as in forward
   Tensor kv{};       // [keys, qk_dim]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor: a view of memory that someone else owns.
+// Tensor: a view of memory owned by the caller.
 #pragma once
 
 #include <array>
@@ -19,13 +19,14 @@ struct Device {
   bool operator==(const Device&) const = default;
 };
 
-/// A default-made Tensor is absent. A tensor with no elements is present and may have null data.
+/// A default-constructed Tensor is absent. A tensor with no elements is present and may have null
+/// data.
 struct Tensor {
   void* data = nullptr;
   DType dtype = DType::f32;
   Device device;
   std::int32_t rank = -1;                // -1: absent
-  std::array<std::int64_t, 4> shape{};   // the first `rank` count
+  std::array<std::int64_t, 4> shape{};   // the first `rank` entries are used
   std::array<std::int64_t, 4> stride{};  // in elements; the last one is 1
   explicit operator bool() const { return rank >= 0; }
 };
@@ -37,17 +38,17 @@ Tensor tensor(void* data, DType dtype, std::initializer_list<std::int64_t> shape
 std::int64_t element_bytes(DType dtype);
 std::string_view name(DType dtype);
 
-/// "bf16[4096, 64, 576]"; "cuda:1 bf16[...]" off the CPU; "absent" for an absent tensor.
+/// Formats type and shape: "bf16[4096, 64, 576]", "cuda:1 bf16[...]" on a GPU, or "absent".
 std::string describe(const Tensor& tensor);
 
-/// The dtype with DLPack's type code and width. Throws Error for one that winnow does not know.
+/// Converts a DLPack type code and width. Throws Error for a type that winnow does not support.
 DType dtype_from_dlpack(std::int32_t code, std::int32_t bits, std::int32_t lanes);
-/// The device with DLPack's device type. Throws Error for one that winnow does not know.
+/// Converts a DLPack device. Throws Error for a device type that winnow does not support.
 Device device_from_dlpack(std::int32_t device_type, std::int32_t device_id);
 /// Throws Error if a tensor of this rank does not fit into Tensor.
 void check_dlpack_rank(std::int32_t rank);
 
-/// A view of any struct with DLTensor's fields, so that no DLPack header is needed here.
+/// A view of a DLPack tensor. A template, so that no DLPack header is needed here.
 template <class DLTensor>
 Tensor from_dlpack(const DLTensor& source) {
   check_dlpack_rank(source.ndim);
@@ -61,7 +62,7 @@ Tensor from_dlpack(const DLTensor& source) {
   for (std::int32_t i = source.ndim - 1; i >= 0; --i) {
     view.shape[i] = source.shape[i];
     view.stride[i] = source.strides != nullptr ? source.strides[i] : contiguous;
-    // Wraps where it overflows: such a shape is refused when an op checks it.
+    // May wrap around: a shape that overflows is refused when an op checks it.
     contiguous = static_cast<std::int64_t>(static_cast<std::uint64_t>(contiguous) *
                                            static_cast<std::uint64_t>(source.shape[i]));
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// value_projection: latent attention's output lifted to each head's own values.
+// value_projection: projects the output of latent attention to the values of each head.
 #pragma once
 
 #include <tuple>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// All of winnow.
+// Includes the whole public API.
 //
 // Every operator is a function of its argument struct and an Execution. What else can be asked of a
 // call (its workspace, why it cannot run, which kernel would) stands in call.h.
@@ -15,7 +15,7 @@
 
 namespace winnow {
 
-/// "0.1.0"
+/// The version of the library, such as "0.1.0".
 const char* version();
 
 }  // namespace winnow

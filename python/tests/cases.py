@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests share: inputs, drawn shapes, and the rules by which two results are equal."""
+"""Shared by the tests: inputs, strategies for random shapes, and comparisons."""
 
 from typing import Any, NamedTuple
 
@@ -32,11 +32,11 @@ class Random:
     def integers(
         self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32
     ) -> Tensor:
-        """Whole numbers from low to high, both included."""
+        """Random integers from low to high, inclusive."""
         return torch.randint(low, high + 1, shape, generator=self.generator).to(dtype)
 
     def lists(self, tokens: int, topk: int, keys: int) -> Tensor:
-        """Index lists with gaps, duplicates, numbers that are no key, and some rows without any."""
+        """Index lists with gaps, duplicates, invalid indices, and some rows without keys."""
         indices = self.integers(-2, keys + 1, tokens, topk)
         empty = self.integers(0, 4, tokens, 1) == 0
         return torch.where(empty, -1, indices).int()
@@ -45,7 +45,7 @@ class Random:
 class Packing(NamedTuple):
     cu_seqlens: Tensor
     cu_seqlens_padded: Tensor | None
-    tokens: int  # with rows behind the last document
+    tokens: int  # including rows after the last document
 
     @property
     def options(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Packing(NamedTuple):
 
 @st.composite
 def packings(draw, least_tokens: int = 0) -> Packing:
-    """Documents, some without rows, some with padding, and rows behind the last one."""
+    """Random documents, some empty, some with padding, and rows after the last one."""
     real = draw(st.lists(st.integers(0, 9), max_size=4))
     padded = draw(st.booleans())
     slots = [n + draw(st.integers(0, 3)) if padded else n for n in real]
@@ -67,37 +67,37 @@ def offsets(lengths: list[int]) -> Tensor:
 
 
 def oracle_inputs(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The same numbers in float64, as leaves for autograd."""
+    """The same values in float64, as leaves for autograd."""
     return [None if x is None else x.detach().to(f64).requires_grad_() for x in tensors]
 
 
 def gradients(outputs: list[tuple[Tensor, Tensor]], inputs: list[Tensor]) -> list[Tensor]:
-    """d sum(output * its gradient) / d inputs, by autograd; zeros where there is no way."""
+    """d sum(output * its gradient) / d inputs, by autograd; zeros for inputs without a gradient."""
     total = sum((x.double() * d.double()).sum() for x, d in outputs)
     return list(torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True))
 
 
 def assert_equal(actual: Tensor, expected: Tensor) -> None:
-    """The same dtype and numbers, NaN included."""
+    """Asserts equal dtypes and values; NaN equals NaN."""
     if actual.dtype == f8:
         actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def assert_near(actual: Tensor, expected: Tensor, limit: float = 1e-10) -> None:
-    """Every element within the limit, absolute and relative; infinities in the same places."""
+    """Asserts that every element is within the limit; infinities must be in the same places."""
     torch.testing.assert_close(actual.to(f64), expected.detach(), rtol=limit, atol=limit)
 
 
 def assert_within(actual: Tensor, expected: Tensor, limit: float) -> None:
-    """The whole tensor within a relative error in the 2-norm."""
+    """Asserts a limit on the relative error in the 2-norm."""
     error = (actual.to(f64) - expected).norm().item()
     norm = expected.norm().item()
     assert error <= limit * norm, f"relative error {error / norm if norm else error}"
 
 
 def assert_rounded(actual: Tensor, sums: Tensor) -> None:
-    """The sums, rounded once; they are themselves a rounding of those that were rounded."""
+    """Asserts that `actual` is the sums, which are rounded to fp32 themselves, rounded once."""
     kind = torch.finfo(actual.dtype)
     error = (actual.to(f64) - sums.to(f64)).abs()
     assert (error <= sums.abs().to(f64) * (kind.eps / 2 * 1.001) + kind.tiny).all()

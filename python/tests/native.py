@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library's ops as functions that make their outputs, poisoned so that a gap would show."""
+"""The ops of the library as functions that allocate their outputs, filled with NaN."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ REFERENCE = _lib.execution(backend="reference")
 
 
 def accumulator(x: Tensor) -> torch.dtype:
-    """The dtype of lse, sink, weights and scores beside x."""
+    """The dtype of lse, sink, weights and scores that belong to x."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

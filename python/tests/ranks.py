@@ -19,15 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Ranks are forked from a server that has imported everything, and has started no thread.
+# Ranks are forked from a server process that has imported everything and started no thread.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torch.distributed", "pytest", "hypothesis", "winnow"])
 
-PATIENCE = 120  # seconds for a call
+PATIENCE = 120  # seconds per call
 
 
 class Failure(str):
-    """What a rank raised, as text that begins with the type."""
+    """The exception of a rank, as text that begins with its type."""
 
 
 def _serve(
@@ -52,19 +52,19 @@ def _serve(
     while True:
         try:
             function, args, options = pickle.loads(connection.recv_bytes())
-        except EOFError:  # the parent is gone
+        except EOFError:  # the parent process has ended
             return
         try:
             answer = function(*args, **options)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             answer = Failure(text + "\n" + traceback.format_exc())
-        # Bytes: torch would send tensors as shared memory that ends with the rank.
+        # Sent as bytes: torch would send tensors in shared memory that is freed with the rank.
         connection.send_bytes(pickle.dumps(answer))
 
 
 class Ranks:
-    """A group of processes; a call runs a function in all of them and returns what each returned.
+    """A group of processes; a call runs a function in all of them and returns their results.
 
     Functions are those of modules, and their arguments and results are pickled.
     """
@@ -103,7 +103,7 @@ class Ranks:
             connection.send_bytes(pickle.dumps((function, args, options)))
 
     def results(self, of: Iterable[int] | None = None, patience: float = PATIENCE) -> list[Any]:
-        """What these ranks, or all, have returned; for one that has not, its Failure."""
+        """The results of these ranks, or of all; a Failure for a rank that did not return."""
         ranks = list(range(self.size) if of is None else of)
         results: dict[int, Any] = {}
         deadline = time.monotonic() + patience
@@ -120,7 +120,7 @@ class Ranks:
         return [results[rank] for rank in ranks]
 
     def __call__(self, function, *args: Any, **options: Any) -> list[Any]:
-        """start and results; a Failure fails the test."""
+        """Calls start and results; a Failure fails the test."""
         self.start(function, *args, **options)
         results = self.results()
         for rank, result in enumerate(results):

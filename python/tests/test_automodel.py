@@ -63,7 +63,7 @@ def test_signatures(name, parameters, defaults):
     assert " ".join(found) == parameters
     assert {n: p.default for n, p in found.items() if p.default is not p.empty} == defaults
     kinds = {p.kind for p in found.values()}
-    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}  # both ways of calling
+    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}  # by position and by name
 
 
 def test_words_of_backends():
@@ -165,7 +165,7 @@ class TestIndexerTopk:
         assert_equal(actual[:, 0], exact_indices(tensors, begin, end, 8))
 
     def test_padded_documents_and_query_rows(self):
-        """Row 3 is padding: it sees its document, and no padding."""
+        """Row 3 is padding: it sees its document but no padding."""
         q, k, weights = indexer(Random(2), 4, 8)
         rows, padded = ints(1, 3, 4, 6), ints(0, 4, 8)
         actual = automodel.tilelang_indexer_topk(
@@ -218,7 +218,7 @@ class TestIndexerTopk:
 
 
 def absorbed_layer(random: Random, tokens, heads=4, nope=16, rope=8, latent=32, v=16):
-    """What goes into an MLA layer, and the weights of its up-projection."""
+    """The inputs of an MLA layer and the weights of its up-projection."""
     shapes = {
         "q_nope": (tokens, heads, nope),
         "q_pe": (tokens, heads, rope),
@@ -231,7 +231,7 @@ def absorbed_layer(random: Random, tokens, heads=4, nope=16, rope=8, latent=32, 
 
 
 def dense_mla(x, indices, scale):
-    """Keys and values of every head written out, a mask of the chosen keys, softmax."""
+    """Attention with explicit keys and values per head and a mask of the selected keys."""
     k_nope = torch.einsum("sc,hnc->shn", x["latent"], x["w_kc"])
     values = torch.einsum("sc,hdc->shd", x["latent"], x["w_vc"])
     s = torch.einsum("thn,shn->hts", x["q_nope"], k_nope)
@@ -254,7 +254,7 @@ def absorbed(x, indices, scale, dtype):
 class TestSparseAttention:
     @pytest.mark.parametrize(("dtype", "limit"), [(f64, 1e-10), (bf16, 3e-2)])
     def test_equals_dense_mla(self, dtype, limit):
-        """Output and the gradients of everything that goes into the layer, w_vc among them."""
+        """The output and the gradients of all inputs of the layer, including w_vc."""
         random = Random(8)
         x = absorbed_layer(random, 40)
         begin, end = reference.key_windows(ints(0, 16, 40), 40)
@@ -317,7 +317,7 @@ def v4_oracle(q, kv, sink, indices, scale=None):
 
 
 def both(function, tensors, d_out, *options):
-    """Output and the gradients of q, kv and sink."""
+    """The output and the gradients of q, kv and sink."""
     inputs = [x.clone().requires_grad_() for x in tensors[:3]]
     out = function(*inputs, tensors[3], *options)
     out.backward(d_out)
@@ -365,7 +365,7 @@ class TestDeepSeekV4:
         assert_equal(d_q, whole[0])
         assert_near(d_sink, whole[2].to(f64), 1e-5)
         assert_near(d_kv, whole[1].to(f64), 2**-8)
-        # What sums of rounded chunks would give is further from the truth.
+        # The sum of rounded chunks would have a larger error.
         exact = [x.to(f64) for x in tensors[:3]] + [tensors[3]]
         _, (_, sums, _) = both(v4_oracle, exact, d_out.to(f64))
         naive = torch.zeros_like(d_kv)
@@ -417,7 +417,7 @@ class TestDeepSeekV4:
 
     @pytest.mark.parametrize("sink", [-math.inf, 0.0, 200.0, math.inf])
     def test_sinks_of_any_size(self, sink):
-        """Also where exp(sink - max) is past the largest float."""
+        """Also if exp(sink - max) overflows fp32."""
         q, kv, _, indices = v4_inputs(Random(14), 1, 5, 6, 2, 16, 4)
         tensors = (q, kv, torch.full((2,), sink), indices)
         d_out = torch.ones(1, 5, 2, 16)

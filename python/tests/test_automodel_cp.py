@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""winnow.automodel's context parallel: the documented values, and ranks that equal one rank.
+"""Context parallel of winnow.automodel: documented values, and N ranks against one rank.
 
 Functions whose names begin with an underscore run in the ranks.
 """
@@ -28,7 +28,7 @@ HEADS, LATENT, ROPE, HEAD_DIM, INDEX_HEADS, INDEX_DIM, TOPK = 2, 16, 8, 8, 2, 8,
 
 
 class Mesh:
-    """What the helpers ask of a mesh, without processes."""
+    """The interface of a mesh that the helpers use, without processes."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -185,7 +185,7 @@ class TestBatch:
         assert "cu_seqlens_padded" not in shard
         assert shard["max_seqlen"].item() == 576
         assert shard["input_ids"].shape == shard["padding_mask"].shape == (512,)
-        assert not shard["padding_mask"].any()  # it begins at token 560, on the next rank
+        assert not shard["padding_mask"].any()  # padding begins at token 560, on the next rank
 
     def test_chunks_are_stacked(self):
         shard = made(GOLDEN, size=2, num_chunks=2)
@@ -210,7 +210,7 @@ class TestBatch:
 
     @given(st.data())
     def test_every_slot_by_its_document(self, data):
-        """Against the definition, slot by slot."""
+        """Compares with the definition, token by token."""
         tokens, chunks = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))
         real, padded = [], []
         for _ in range(chunks * data.draw(st.integers(1, 2))):
@@ -227,7 +227,7 @@ class TestBatch:
             lengths, slots = (sum(x[own], []) for x in (real, padded))
             mask = [k >= n for n, m in zip(lengths, slots, strict=True) for k in range(m)]
             assert at(shard["padding_mask"]).tolist() == mask
-            if lengths[:-1] == slots[:-1]:  # the padding at the end joins the last document
+            if lengths[:-1] == slots[:-1]:  # padding at the end counts as part of the last document
                 lengths = slots
             cu_seqlens, cu_seqlens_padded = (
                 [sum(x[:i]) for i in range(len(x) + 1)] for x in (lengths, slots)
@@ -350,7 +350,7 @@ def test_gradients_are_summed_over_ranks(ranks):
 
 
 def test_gradients_are_rounded_once(ranks):
-    """256 + 1 + 1 + 1 in bf16, one by one, would be 256; rounded once it is 260."""
+    """256 + 1 + 1 + 1 summed in bf16 would be 256; rounded once it is 260."""
     weights = [256.0] + [1.0] * (ranks.size - 1)
     for gradient in ranks(_gradients, weights, bf16):
         assert_equal(gradient, torch.full((2, 3), sum(weights)).to(bf16))
@@ -417,7 +417,7 @@ def test_a_process_outside_of_the_group_is_refused(tmp_path):
     assert outsider.startswith("glm_dsa_cp_all_gather: cp_group is -100, what torch.distributed ")
 
 
-# A training step of GLM's layer as Automodel writes it.
+# A training step of a GLM layer, written as in Automodel.
 
 LAYER_BATCH = padded_batch(
     [[5, 6], [11, FILL], [16, FILL], [2, 9]], [[8, 8], [16, FILL], [16, FILL], [4, 12]], 16
@@ -425,12 +425,12 @@ LAYER_BATCH = padded_batch(
 
 
 def _layer(cp_size: int, chunks: int) -> dict[str, torch.Tensor]:
-    """Over the ranks, or with cp_size 1 on this rank alone."""
+    """Runs over the ranks, or with cp_size 1 on this rank alone."""
     mesh = init_device_mesh("cpu", (cp_size,)) if dist.is_initialized() else Mesh(1)
     _, batch = automodel.make_glm_dsa_packed_cp_batch_and_ctx(
         mesh, None, LAYER_BATCH, num_chunks=chunks
     )
-    if chunks > 1:  # one of them, as a pipeline takes them
+    if chunks > 1:  # one chunk, as a pipeline stage gets it
         batch = {name: x[1] if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
     group, rows = batch["_glm_dsa_cp_group"], batch["glm_dsa_cp_query_indices"].long()
     tokens, random = len(rows) * cp_size, Random(1)
@@ -471,7 +471,7 @@ def test_ranks_equal_one_rank(ranks, chunks):
     parts = ranks(_layer, ranks.size, chunks)
     for name, expected in one.items():
         found = torch.cat([part[name] for part in parts])
-        if name in ("d_kv", "d_k_pe"):  # every rank rounds its gradient before the sum
+        if name in ("d_kv", "d_k_pe"):  # every rank rounds its gradient before the sum over ranks
             assert_within(found, expected.to(f64), GRAD_LIMIT[bf16])
         else:
             assert_equal(found, expected)

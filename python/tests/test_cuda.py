@@ -30,7 +30,7 @@ SCALE = 0.0625
 
 
 def need(function, *args, **kwargs) -> None:
-    """Skips a test whose call the backend cannot do."""
+    """Skips a test whose call the backend does not support."""
     if reason := winnow.why_not(function, *args, **kwargs):
         pytest.skip(reason)
 
@@ -174,7 +174,7 @@ def test_what_the_backend_lacks_is_named():
 
 
 def test_memory_is_torchs():
-    """Outputs and workspace show in torch's figures, and nothing stays behind."""
+    """Outputs and workspace are counted by torch's allocator, and nothing leaks."""
     tensors = attention_inputs(tokens=1024, heads=64)
     attention(*tensors)
     torch.cuda.synchronize()

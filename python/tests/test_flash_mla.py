@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""winnow.flash_mla against FlashMLA's definitions."""
+"""winnow.flash_mla against the definitions of FlashMLA."""
 
 import inspect
 import math
@@ -14,7 +14,7 @@ from winnow.flash_mla import flash_mla_sparse_fwd
 
 
 def definition(q, kv, indices, sm_scale, d_v, attn_sink=None, topk_length=None):
-    """Row by row and head by head in double."""
+    """Attention row by row and head by head in double."""
     rows, n, _ = q.shape
     keys = len(kv)
     q, kv = q.to(f64), kv[:, 0].to(f64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The differentiable functions against plain torch: forward, gradients, edges, errors."""
+"""The differentiable functions against plain torch: forward, gradients, edge cases, errors."""
 
 import math
 
@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 import winnow
 from winnow import reference
 
-SCALE = 0.3125  # a float holds it exactly
+SCALE = 0.3125  # exact in fp32
 topks = st.sampled_from([1, 2, 5, 12])
 sink_kinds = st.sampled_from([None, "normal", -math.inf, math.inf, 1e4])
 
@@ -46,7 +46,7 @@ def leaves(*tensors):
 
 
 def backward(outputs, d_outputs, inputs):
-    """Gradients of inputs, zeros where there is no way to them; None for one that is absent."""
+    """Gradients of inputs: zeros if the output does not depend on one, None for absent ones."""
     present = [x for x in inputs if x is not None]
     found = iter(
         torch.autograd.grad(outputs, present, d_outputs, allow_unused=True, materialize_grads=True)
@@ -59,7 +59,7 @@ def finite(lse):
 
 
 def strided(x):
-    """The same numbers with gaps between rows."""
+    """The same values with gaps between rows."""
     wide = x.new_full((*x.shape[:-1], x.shape[-1] + 3), 7)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
@@ -131,7 +131,7 @@ class TestSparseAttention:
             assert_within(a, b, GRAD_LIMIT[dtype])
 
     def test_gradients_that_are_views_of_one_number(self):
-        """sum() hands down a gradient whose strides are all 0."""
+        """The backward of sum() passes a gradient whose strides are all 0."""
         random = Random(2)
         q, kv = random.normal(4, 2, 16), random.normal(6, 16)
         indices = random.integers(0, 5, 4, 3)
@@ -210,7 +210,7 @@ class TestIndexTopk:
         assert_equal(selection.lengths, lengths)
         assert_near(selection.scores, scores)
         d_scores = random.normal(*indices.shape)
-        # Gradients of slots without a key, NaN among them, touch nothing.
+        # Gradients of invalid slots, NaN included, have no effect.
         spoilt = torch.where(indices < 0, math.nan, d_scores)
         actual = backward([selection.scores], [spoilt], inputs)
         exact = backward([torch.where(indices < 0, 0, scores)], [d_scores], oracle)
@@ -294,7 +294,7 @@ class TestValueProjection:
 
 
 def oracle_index_loss(scores, target, indices, lengths):
-    """Loss per row, and whether the row counts, said in other words than the package says it."""
+    """The loss per row and whether the row counts, implemented independently of the package."""
     loss = reference.index_loss(scores, target, indices, lengths)
     counts = []
     for t in range(len(indices)):
@@ -361,7 +361,7 @@ class TestDenseIndexLoss:
         options = {"scale": SCALE, "sink": sink, "key_offset": key_offset}
         rows, _ = reference.dense_index_loss(q, kv, *oracle, begin, end, **options)
         counts = sum(e - b >= 2 for b, e in zip(begin.tolist(), end.tolist(), strict=True))
-        if sink_kind in (math.inf, 1e4):  # nothing is left for the keys
+        if sink_kind in (math.inf, 1e4):  # all probabilities are 0
             counts = 0
         expected = {"none": rows, "sum": rows.sum(), "mean": rows.sum() / max(counts, 1)}
         for reduction, exact in expected.items():
@@ -387,7 +387,7 @@ class TestDenseIndexLoss:
 
 
 def call(name: str, **changes):
-    """A legal call of a function, with changes."""
+    """A valid call of a function, with changes."""
     packing = winnow.Packing(offsets([3, 2]))
     indexer = {"q": torch.zeros(5, 2, 8), "k": torch.zeros(5, 8), "weights": torch.zeros(5, 2)}
     attention = {"q": torch.zeros(5, 2, 16), "kv": torch.zeros(6, 16)}
@@ -493,7 +493,7 @@ def call(name: str, **changes):
             ValueError,
             r"end\[4\] 5: must be at most 4, as keys",
         ),
-        # Legal, but not here.
+        # Valid, but not supported.
         (
             "sparse_attention",
             {"q": torch.zeros(5, 2, 16, dtype=f64), "kv": torch.zeros(6, 16, dtype=f64)}
@@ -505,7 +505,7 @@ def call(name: str, **changes):
 )
 def test_errors_name_what_is_wrong(name, changes, error, text):
     call(name)
-    # index_loss begins with the target.
+    # index_loss calls index_target first.
     with pytest.raises(error, match=f"^({name}|index_target).*{text}"):
         call(name, **changes)
 

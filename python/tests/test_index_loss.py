@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 from winnow import _lib, reference
 
-SCALE = 0.3125  # a float holds it exactly
+SCALE = 0.3125  # exact in fp32
 sink_kinds = st.sampled_from([None, "normal", -math.inf, math.inf])
 
 
@@ -41,7 +41,7 @@ def make_sink(random: Random, kind, n: int, dtype=f64):
 
 @given(seeds, st.integers(0, 5), st.integers(0, 8), st.integers(0, 3), heads, dims, sink_kinds)
 def test_index_target(seed, tokens, pools, rows, n, dim, sink_kind):
-    """Attention over rows and pools; the target of the pools, which the indexer chose."""
+    """Attention over rows and pools, and the target of the selected pools."""
     random = Random(seed)
     q, kv = random.normal(tokens, n, dim), random.normal(rows + pools, dim)
     chosen = random.lists(tokens, 4, pools)
@@ -56,7 +56,7 @@ def test_index_target(seed, tokens, pools, rows, n, dim, sink_kind):
     options = attention | {"lengths": lengths, "key_offset": rows}
     actual = native.index_target(q, kv, chosen, lse, **options)
     assert_near(actual, reference.index_target(q, kv, chosen, lse, **options))
-    if rows == 0 and sink_kind is None:  # all of attention goes to the chosen
+    if rows == 0 and sink_kind is None:  # attention is only on the selected keys
         keys = ((pool_part >= 0) & (pool_part < pools)).any(1)
         assert_near(actual.sum(1), torch.where(keys, float(n), 0.0).to(f64))
 
@@ -225,7 +225,7 @@ def test_dense_index_loss_sees_nothing_outside_the_windows(dtype):
         x[0] = x[4:] = math.nan
     for x in (tensors[0], tensors[2], tensors[4], d_loss):
         x[1:3] = math.nan
-    d_loss[3] = math.nan  # one key alone has no loss
+    d_loss[3] = math.nan  # a row with a single key has no loss
     for a, b in zip(both(), clean, strict=True):
         assert_equal(a, b)
 

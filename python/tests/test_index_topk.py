@@ -41,7 +41,7 @@ class Case:
     def __init__(self, random: Random, begin, end, keys, heads, dim, dtype=f64, integers=False):
         accumulator = f64 if dtype == f64 else f32
         tokens = len(begin)
-        if integers:  # every sum is exact, and many scores are equal
+        if integers:  # every sum is exact, and there are many ties
             self.q = random.integers(-2, 2, tokens, heads, dim, dtype=dtype)
             self.k = random.integers(-1, 1, keys, dim, dtype=dtype)
             self.weights = random.integers(-1, 2, tokens, heads, dtype=accumulator)
@@ -63,13 +63,13 @@ class Case:
         return native.index_replay(*self.inputs, indices, k_scale=self.k_scale, **options)
 
     def oracle_scores(self):
-        """Dense scores, float64."""
+        """Dense scores in float64."""
         q, k, weights = (x.to(f64) for x in self.inputs[:3])
         k_scale = None if self.k_scale is None else self.k_scale.to(f64)
         return reference.index_scores(q, k, weights, self.begin, self.end, k_scale=k_scale)
 
     def all_scores(self):
-        """The library's own score of every key of the window, by replay."""
+        """The score of every key of the window as computed by the library, by replay."""
         return self.replay(torch.arange(len(self.k)).int().expand(len(self.q), -1).contiguous())
 
 
@@ -129,7 +129,7 @@ def test_accuracy_of_working_types(dtype):
     assert_equal(chosen == -math.inf, scores == -math.inf)
     finite = chosen > -math.inf
     assert ((scores.to(f64) - chosen).abs() <= limit)[finite].all()
-    # The same set wherever the gap at the boundary is wider than the error.
+    # The selected set must be equal if the gap at the boundary exceeds the error.
     ranked = exact.sort(dim=1, descending=True).values
     clear = (ranked[:, 15] - ranked[:, 16] > 2 * limit[:, 0]) | (ranked[:, 16] == -math.inf)
     assert clear.sum() > 50
@@ -146,7 +146,7 @@ def test_scores_are_optional_and_so_are_lengths():
 
 
 def one_head_case(scores: list[float], dtype=f64) -> Case:
-    """One row whose score of key s is scores[s], with sums that are exact."""
+    """One row in which the score of key s is exactly scores[s]."""
     values = torch.tensor(scores, dtype=f64)
     case = Case(Random(0), torch.tensor([0]).int(), torch.tensor([len(scores)]).int(), 0, 2, 8)
     case.q = torch.zeros(1, 2, 8, dtype=dtype)
@@ -243,7 +243,7 @@ def test_replay_and_backward(drawn, topk, with_lengths):
     d_scores = random.normal(tokens, topk)
     finite = torch.where(expected > -math.inf, expected, 0)
     exact = gradients([(finite, d_scores)], [q, weights, k])
-    # A slot without a key of the window gives nothing, and d_k is added to.
+    # Invalid slots contribute nothing, and d_k is added to.
     d_scores = torch.where(expected > -math.inf, d_scores, math.nan).detach()
     before = random.normal(keys, case.k.shape[1])
     actual = native.index_topk_backward(
@@ -322,7 +322,7 @@ def test_quantize_fp8_takes_any_number(row, power_of_two):
     values, scale = native.quantize_fp8(x, power_of_two=power_of_two)
     expected, expected_scale = reference.quantize_fp8(x, power_of_two=power_of_two)
     assert_equal(scale, expected_scale)
-    assert_equal(values.float(), expected.float())  # one NaN is as good as another
+    assert_equal(values.float(), expected.float())  # as float, so that all NaN compare equal
 
 
 def test_quantize_fp8_special_rows():
@@ -334,9 +334,11 @@ def test_quantize_fp8_special_rows():
     floor = torch.tensor(1e-4) / 448
     assert_equal(scale, torch.tensor([floor, 1, 2, floor]))
     assert values[1, :3].float().tolist() == [448, -448, 448] and values[1, 3].float().isnan()
-    assert_equal(values[2].float(), torch.tensor([448.0, 0.5, -0.0, 0.0]))  # 2^-10: even is 0
+    assert_equal(
+        values[2].float(), torch.tensor([448.0, 0.5, -0.0, 0.0])
+    )  # 2^-10 rounds to even, 0
     _, scale = native.quantize_fp8(x, power_of_two=True)
-    assert scale.tolist() == [2**-22, 1, 2, 2**-22]  # a power of two stays
+    assert scale.tolist() == [2**-22, 1, 2, 2**-22]  # a power of two is kept
 
 
 def test_fp8_scores_are_those_of_the_dequantised_values():

@@ -53,7 +53,7 @@ class TestGoldenValues:
         assert lengths.tolist() == [5, 5]
 
     def test_chosen_pools_keep_their_order_and_leave_no_gaps(self, module):
-        # 99 and -1 are no pools, 1 is not complete at row 5, 2 belongs to the next document.
+        # 99 and -1 are invalid, pool 1 is not complete at row 5, 2 belongs to the next document.
         pool_ids = ints([1, -1, 0, 99], [3, 1, 0, 2])
         options = {"window": 2, "ratio": 4, "key_offset": 20, "query_rows": ints(5, 15)}
         options |= {"pool_ids": pool_ids}
@@ -64,7 +64,7 @@ class TestGoldenValues:
 
 @st.composite
 def query_rows(draw, tokens: int):
-    """Absent, or some of the rows in any order, with -1 among them."""
+    """None, or some of the rows in any order, including -1."""
     rows = draw(st.none() | st.lists(st.integers(-1, tokens + 1), max_size=12))
     return None if rows is None else torch.tensor(rows, dtype=torch.int32)
 

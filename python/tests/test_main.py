@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m winnow, the programs that the documentation shows, and the example."""
+"""python -m winnow, the code in the documentation, and the example."""
 
 import re
 import runpy
@@ -45,7 +45,7 @@ def test_check_fails_where_a_function_is_wrong(capsys, monkeypatch):
 def test_check_says_what_a_backend_cannot_do(capsys, monkeypatch):
     right = functional.index_topk
 
-    def too_wide(*tensors, backend=None, **options):  # the cpu backend takes no fp64
+    def too_wide(*tensors, backend=None, **options):  # the cpu backend does not support fp64
         return right(*(x.double() for x in tensors[:3]), *tensors[3:], backend="cpu", **options)
 
     monkeypatch.setattr(functional, "index_topk", too_wide)
@@ -99,7 +99,7 @@ def test_programs_in_the_documentation_run(page):
 
 
 def test_the_example_learns_to_copy(capsys):
-    """With 8 keys a row from step 30 on, chosen by an indexer that learns beside it."""
+    """With 8 keys per row from step 30 on, selected by an indexer that is trained along."""
     example = runpy.run_path(str(ROOT / "examples" / "train_tiny.py"))
     losses = example["train"]("winnow", 120, "cpu")
     assert losses["letters"][0] > 2.5 and losses["letters"][-1] < 0.3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.ops.winnow: schemas, shapes for the compiler, allocation, and the question why not."""
+"""torch.ops.winnow: schemas, fake tensors, allocation, and why_not."""
 
 import inspect
 
@@ -15,7 +15,7 @@ SCALE = 0.3125
 
 
 class Inputs:
-    """Tensors of one packed batch, as the operators take them."""
+    """Tensors of one packed batch, as arguments of the operators."""
 
     def __init__(self, dtype: torch.dtype, seed: int = 1) -> None:
         random = Random(seed)
@@ -41,7 +41,7 @@ class Inputs:
 
 
 def calls(x: Inputs) -> dict[str, list[tuple]]:
-    """Calls of every operator, with and without what is optional."""
+    """Calls of every operator, with and without optional arguments."""
     padded, rows = offsets([6, 8]), torch.tensor([0, 7, -1, 3]).int()
     indexer = (x.index_q, x.index_k, x.weights)
     windows = (x.begin, x.end)
@@ -116,7 +116,7 @@ def test_every_operator_is_in_these_tests():
 @pytest.mark.parametrize(("name", "args"), every_call(bf16) + every_call(f64))
 def test_opcheck(name, args):
     operator = getattr(torch.ops.winnow, name).default
-    if args[0].dtype == f8:  # torch has no product of fp8 tensors, with which test_schema compares
+    if args[0].dtype == f8:  # test_schema multiplies tensors, which torch does not support for fp8
         others = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(operator, args, test_utils=others)
     else:
@@ -125,7 +125,7 @@ def test_opcheck(name, args):
 
 @pytest.mark.parametrize(("name", "args"), every_call(f32))
 def test_shapes_without_data(name, args):
-    """On the meta device an operator gives the shapes and dtypes that it gives with data."""
+    """The fake implementation returns the shapes and dtypes of the real one."""
 
     def to_meta(x):
         return x.to("meta") if isinstance(x, torch.Tensor) else x
@@ -135,7 +135,7 @@ def test_shapes_without_data(name, args):
     if isinstance(with_data, torch.Tensor):
         with_data, without = (with_data,), (without,)
     for a, b in zip(with_data, without, strict=True):
-        if a is None:  # not asked for
+        if a is None:  # not requested
             assert b is None
         else:
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
@@ -165,7 +165,7 @@ def test_workspace_comes_from_torch(monkeypatch):
 
 @pytest.fixture
 def settings(monkeypatch) -> list[dict]:
-    """How every op was run: backend, stream, threads, deterministic."""
+    """Records backend, stream, threads and deterministic of every op that is run."""
     seen: list[dict] = []
     run = _lib.run_allocating
     signature = inspect.signature(run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing and window_indices, as the package offers them, against the formulas in plain torch."""
+"""Packing and window_indices of the package against the formulas in plain torch."""
 
 import numpy as np
 import pytest

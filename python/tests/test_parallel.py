@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallel over Gloo: ranks are processes, and together they compute what one computes.
+"""Context parallel over Gloo with ranks as processes: N ranks against one rank.
 
 Functions whose names begin with an underscore run in the ranks.
 """
@@ -28,7 +28,7 @@ HEADS, QK_DIM, V_DIM, INDEX_HEADS, INDEX_DIM, TOPK = 2, 24, 16, 2, 8, 6
 class Batch(NamedTuple):
     lengths: list[int]
     slots: list[int] | None = None  # lengths with padding
-    behind: int = 0  # rows behind the last document
+    behind: int = 0  # rows after the last document
 
     @property
     def tokens(self) -> int:
@@ -57,7 +57,7 @@ def ranks(request, tmp_path_factory):
 
 
 def whole(results: list[dict[str, Any]], name: str, rows: str = "rows") -> torch.Tensor:
-    """The rows of all ranks in global order; every row must be there once."""
+    """The rows of all ranks in global order; asserts that every row is present once."""
     order = torch.cat([result[rows] for result in results]).long()
     assert_equal(order.sort().values, torch.arange(len(order)))
     parts = torch.cat([result[name] for result in results])
@@ -65,7 +65,7 @@ def whole(results: list[dict[str, Any]], name: str, rows: str = "rows") -> torch
 
 
 def _leaves(packing: winnow.Packing, tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """This rank's rows of inputs that are the same whatever the ranks."""
+    """The rows of this rank of inputs that do not depend on the number of ranks."""
     random = Random(tokens)
     accumulator = f64 if dtype == f64 else f32
     inputs = {
@@ -91,7 +91,7 @@ def _layer(packing, q, kv, index_q, index_k, weights, regather=False):
 
 
 def _train(batch: Batch, dtype: torch.dtype, group: Any = "world", **options: Any):
-    """A layer forward and backward; `group` None: on one rank."""
+    """Runs a layer forward and backward; on one rank if `group` is None."""
     regather = options.pop("regather", False)
     group = dist.group.WORLD if group == "world" else group
     packing = batch.packing(group=group, **options)
@@ -122,8 +122,8 @@ def test_ranks_compute_what_one_computes(ranks, name, sharding):
 
 
 def _plain_sums(group: Any = "world") -> dict[str, torch.Tensor]:
-    """Losses whose gradients are one expanded number: on a rank without rows these have no
-    elements, and strides of 0."""
+    """Losses whose gradients are expanded scalars; on a rank without rows these have no elements
+    and strides of 0."""
     batch, group = BATCHES["fewer_rows_than_ranks"], dist.group.WORLD if group == "world" else group
     packing = batch.packing(group=group)
     leaves = _leaves(packing, batch.tokens, f32)
@@ -152,7 +152,7 @@ def test_gathering_again_gives_the_same_bits(ranks):
 
 
 def _gathered_again() -> tuple[int, int]:
-    """Gathers of a step without and with `regather`."""
+    """Counts the gathers of a step without and with `regather`."""
     counts, gather = [], Layout.gather
     for regather in (False, True):
         calls = []
@@ -194,7 +194,7 @@ def test_warm_up(ranks, regather):
 
 
 def _replay(batch: Batch, group: Any = "world") -> dict[str, torch.Tensor]:
-    """Scores of given keys, and fp8 keys with their scales."""
+    """Replay of given indices, and fp8 keys with their scales."""
     group = dist.group.WORLD if group == "world" else group
     packing = batch.packing(group=group)
     _, _, index_q, index_k, weights, _ = _leaves(packing, batch.tokens, f32).values()
@@ -224,7 +224,7 @@ def test_replay_and_fp8(ranks):
 
 
 def _pools(batch: Batch, sharding: str, group: Any = "world") -> dict[str, torch.Tensor]:
-    """DeepSeek-V4: pools of 4 rows, chosen by the indexer, behind a window of rows."""
+    """DeepSeek-V4: a window of rows, then pools of 4 rows selected by the indexer."""
     group, ratio = dist.group.WORLD if group == "world" else group, 4
     packing = batch.packing(group=group, sharding=sharding, multiple=8)
     leaves = _leaves(packing, batch.tokens, f32)
@@ -243,7 +243,7 @@ def _pools(batch: Batch, sharding: str, group: Any = "world") -> dict[str, torch
         selection, q, keys, lse, scale=QK_DIM**-0.5, key_offset=batch.tokens, reduction="sum"
     )
     (out.square().sum() + loss).backward()
-    assert packing.pool_rows(ratio) is packing.pool_rows(ratio)  # no layer waits for it again
+    assert packing.pool_rows(ratio) is packing.pool_rows(ratio)  # cached: no second synchronisation
     layout = packing.layout(ratio)
     results = {"rows": packing.rows, "out": out, "chosen": chosen.indices, "pooled": pools}
     results["pools"] = torch.arange(len(pools)) if layout is None else layout.own
@@ -264,8 +264,8 @@ def test_pools(ranks, sharding):
 
 
 def _weighted_by_rank() -> list[torch.Tensor]:
-    """Rank r's loss is r + 1 times the sum of all keys: by an operator that passes every key on,
-    and by the gathered keys themselves."""
+    """The loss of rank r is r + 1 times the sum of all keys, through an operator that returns every
+    key and through the gathered keys themselves."""
     packing = Batch([6]).packing(group=dist.group.WORLD)
     gradients = []
     for dtype in (bf16, f64):
@@ -280,14 +280,14 @@ def _weighted_by_rank() -> list[torch.Tensor]:
 
 
 def test_gradients_of_all_ranks_are_added(ranks):
-    total = sum(range(1, ranks.size + 1))  # with two ranks 3
+    total = sum(range(1, ranks.size + 1))  # 3 with two ranks
     for gradients in ranks(_weighted_by_rank):
         for x in gradients:
             assert_equal(x, torch.full_like(x, total))
 
 
 def _sum_beyond_bf16(dtype: torch.dtype, half: float) -> torch.Tensor:
-    """Rank 0 gives 1 + half, rank 1 gives half: half a unit in the last place of 1."""
+    """Rank 0 contributes 1 + half, rank 1 half, where half is half an ulp of 1."""
     packing = Batch([1]).packing(group=dist.group.WORLD)
     local = torch.ones(packing.tokens, 8, dtype=dtype).requires_grad_()
     keys = winnow.gather_keys(local, packing)
@@ -300,7 +300,7 @@ def _sum_beyond_bf16(dtype: torch.dtype, half: float) -> torch.Tensor:
 
 @pytest.mark.parametrize(("dtype", "half"), [(bf16, 2**-8), (f16, 2**-11)])
 def test_gradients_are_rounded_after_the_sum_over_ranks(two_ranks, dtype, half):
-    # Rounded before, the terms would be 1 and half, and their sum 1.
+    # If the terms were rounded first, they would be 1 and half, and their sum 1.
     gradient = torch.cat(two_ranks(_sum_beyond_bf16, dtype, half))
     assert_equal(gradient, torch.full((1, 8), 1 + 2 * half, dtype=dtype))
 
@@ -327,7 +327,7 @@ def _ratios_in_a_list() -> None:
     packing = winnow.Packing(offsets([12]), group=dist.group.WORLD, multiple=2)
     rows = packing.rows
     x = torch.cat([rows, rows[packing.pool_rows(2)][:, 0] + 100])
-    # The same to ranks that give a list and ranks that give a tuple.
+    # A list on some ranks and a tuple on others are equal.
     ratio = [1, 2] if dist.get_rank() else (1, 2)
     expected = [*range(12), *range(100, 112, 2)]
     assert winnow.gather_keys(x, packing, ratio=ratio).whole.tolist() == expected

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 TOKENS, SCALE = 96, 0.0625
-TIMEOUT = 3.0  # seconds, of the group that is to run into it
+TIMEOUT = 3.0  # seconds, of the group that times out
 SLEEP_CYCLES = 20_000_000_000  # about 10 s
 
 
@@ -47,7 +47,7 @@ def _order() -> torch.Tensor:
 
 
 def _step(dtype: torch.dtype, regather: bool | None) -> list[torch.Tensor]:
-    """Results and gradients of a layer; with regather None on plain tensors."""
+    """Results and gradients of a layer; on plain tensors if regather is None."""
     random = Random(1)
     q = random.normal(TOKENS, 4, 576, dtype=dtype).cuda().requires_grad_()
     kv = random.normal(TOKENS, 576, dtype=dtype).cuda()
@@ -106,21 +106,21 @@ def test_packing_agreement_and_fp8(rank):
 
 
 def _overlap() -> tuple[bool, bool]:
-    """Whether the device was still busy when the host had the keys, and when NCCL was done."""
+    """Whether the device was still busy when the host had the keys, and when NCCL had finished."""
     layout = _layout(_order())
     x = torch.ones(TOKENS, 576, device="cuda")
-    Keys(x, layout).values.sum().item()  # NCCL starts at its first use
+    Keys(x, layout).values.sum().item()  # initialises NCCL
     busy = torch.cuda.Event()
 
     torch.cuda._sleep(SLEEP_CYCLES // 10)
-    values = Keys(x, layout).values  # behind the sleep, for it needs x
+    values = Keys(x, layout).values  # after the sleep, since it needs x
     busy.record()
     host_was_first = not busy.query()
     assert_equal(values, x)
     torch.cuda.synchronize()
 
     keys = Keys(x, layout)
-    torch.cuda._sleep(SLEEP_CYCLES // 10)  # behind the start of the gather: runs beside it
+    torch.cuda._sleep(SLEEP_CYCLES // 10)  # enqueued after the gather starts, so it overlaps
     busy.record()
     while not (gathered := keys._under_way._work.is_completed()) and not busy.query():
         time.sleep(0.01)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallel over Gloo: what ranks are told that differ, are wrong, or lose one of them.
+"""Context parallel over Gloo: errors if ranks differ, have invalid arguments, or one is lost.
 
 Functions whose names begin with an underscore run in the ranks.
 """
@@ -25,7 +25,7 @@ def _gather() -> None:
 
 
 def _call(name: str, odd: Any, usual: Any) -> None:
-    """Rank 1 has an odd argument."""
+    """Rank 1 has a different argument."""
     value, world = odd if dist.get_rank() == 1 else usual, dist.group.WORLD
     if name == "offsets":
         winnow.Packing(value, group=world)
@@ -84,7 +84,7 @@ def test_ranks_that_differ_are_told_on_every_rank(two_ranks, name, odd, usual, t
         assert result.startswith(f"ValueError: {function}: ranks differ: rank 0: {function}: ")
         for text in texts:
             assert text in result.splitlines()[0]
-    two_ranks(_gather)  # the group is as good as before
+    two_ranks(_gather)  # the group is still usable
 
 
 def _out_of_step() -> None:
@@ -171,7 +171,7 @@ def test_a_rank_lost_before_the_sum_is_told_as_that(tmp_path):
 
 
 def _with_a_lost_rank(stage: str, how: str) -> tuple[str, float]:
-    """Rank 1 is lost while the others are in a collective; what they get, and after how long."""
+    """Loses rank 1 while the others are in a collective; returns their errors and times."""
     packing = winnow.Packing(offsets([48]), group=dist.group.WORLD)
     x = torch.ones(packing.tokens, 8, requires_grad=True)
     if stage == "sum":

@@ -30,11 +30,11 @@ from hypothesis import strategies as st
 
 from winnow import _lib, reference
 
-SCALE = 0.3125  # a float holds it exactly
+SCALE = 0.3125  # exact in fp32
 
 
 class Case:
-    """One call, forward and backward, by the library and by the oracle."""
+    """One call, forward and backward, of the library and of the oracle."""
 
     def __init__(self, q, kv, indices, *, v_dim, sink=None, lengths=None, scale=SCALE):
         self.tensors = (q, kv, indices)
@@ -51,7 +51,7 @@ class Case:
         )
 
     def oracle(self, d_out=None, d_lse=None):
-        """out, lse, max_logits, and with d_out also d_q, d_kv, d_sink."""
+        """out, lse, max_logits, and if d_out is given also d_q, d_kv, d_sink."""
         q, kv, sink = oracle_inputs(*self.tensors[:2], self.sink)
         options = self.options | {"sink": sink, "v_dim": self.v_dim}
         out, lse, max_logits = reference.sparse_attention(q, kv, self.tensors[2], **options)
@@ -132,7 +132,7 @@ def test_accuracy_of_working_types(dtype, dim, v_dim, with_sink):
     actual_out, actual_lse, actual_max = case.forward()
     assert (actual_out.dtype, actual_lse.dtype, actual_max.dtype) == (dtype, f32, f32)
     assert_within(actual_out, out, OUT_LIMIT[dtype])
-    # sum_j p_j |v_j|: the same scores, from keys that carry |v| in front.
+    # sum_j p_j |v_j|, by attention over keys whose first channels are |v|.
     exact_q, exact_kv = q.to(f64), kv.to(f64)
     wide_q = torch.cat([torch.zeros(24, 5, v_dim), exact_q], -1)
     wide_kv = torch.cat([exact_kv[:, :v_dim].abs(), exact_kv], -1)
@@ -149,7 +149,7 @@ def test_accuracy_of_working_types(dtype, dim, v_dim, with_sink):
         assert_within(actual, exact, GRAD_LIMIT[dtype])
 
     if dtype != f32:
-        # Of the type of kv it is overwritten, rounded once from the same sums.
+        # A d_kv of the type of kv is overwritten by the same sums, rounded once.
         rounded = native.poison(*kv.shape, dtype=dtype)
         case.backward(d_out, d_lse=d_lse, d_kv=rounded)
         assert_rounded(rounded, d_kv)
@@ -228,7 +228,7 @@ def test_rows_without_keys_give_zero(with_sink, indices):
     assert not out[:2].any() and out[2].any()
     assert (lse[:2] == -math.inf).all() and (max_logits[:2] == -math.inf).all()
     d_out, d_lse = random.normal(3, 2, 16), random.normal(3, 2)
-    d_out[:2] = d_lse[:2] = math.nan  # touches nothing
+    d_out[:2] = d_lse[:2] = math.nan  # has no effect
     d_q, d_kv, d_sink = case.backward(d_out, d_lse=d_lse)
     assert not d_q[:2].any() and d_q[2].any()
     assert d_kv.isfinite().all() and not d_kv[3:].any()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""winnow inside PyTorch's machinery: torch.compile, checkpointing, DLPack, tensor parallelism."""
+"""winnow with torch.compile, checkpointing, DLPack and tensor parallelism."""
 
 import math
 from functools import partial
@@ -19,7 +19,7 @@ SCALE = 0.25
 
 
 def step(q, kv, sink, w_v, index_q, index_k, weights, packing: winnow.Packing) -> Tensor:
-    """A training step that uses everything which is differentiable."""
+    """A training step that uses all differentiable functions."""
     selection = winnow.index_topk(index_q, index_k, weights, packing, topk=4)
     out, lse, _ = winnow.sparse_attention(
         q, kv, selection.indices, v_dim=8, scale=SCALE, sink=sink, lengths=selection.lengths
@@ -57,7 +57,7 @@ def value_and_gradients(function, tensors, packing) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, tensors)]
 
 
-# The first has sizes of its own: Dynamo takes sizes that are equal by chance for one.
+# All sizes of the first batch differ, since Dynamo treats equal sizes as the same symbol.
 PACKED_LENGTHS = [[2, 3, 1, 2, 1, 3], [6, 8], [3, 4, 9, 4], [30]]
 
 
@@ -142,7 +142,7 @@ def ran(monkeypatch) -> list[str]:
 
 class TestCheckpointing:
     def gradients(self, **options):
-        """Of one layer under checkpointing with these options, or without it."""
+        """Gradients of one layer with these checkpointing options, or without checkpointing."""
         tensors, packing = inputs([5, 7])
         layer = partial(checkpoint, step, use_reentrant=False, **options) if options else step
         return value_and_gradients(layer, tensors, packing)
@@ -154,7 +154,9 @@ class TestCheckpointing:
         for a, b in zip(actual, expected, strict=True):
             assert_equal(a, b)
         assert ran.count("index_topk_forward") == 1
-        assert ran.count("sparse_attention_forward") == 4  # two, and two again in backward
+        assert (
+            ran.count("sparse_attention_forward") == 4
+        )  # two in forward, two recomputed in backward
 
     def test_compiled_layers_replay_them_too(self, ran):
         expected = self.gradients()
@@ -179,7 +181,7 @@ class TestCheckpointing:
         assert ran.count("index_topk_forward") == 2
 
     def test_layers_that_share_indices(self, ran):
-        """A layer without an indexer takes the indices of another as an ordinary tensor."""
+        """A layer without an indexer gets the indices of another one as an ordinary tensor."""
         (q, kv, *_, index_q, index_k, weights), packing = inputs([5, 7])
         selection = winnow.index_topk(index_q, index_k, weights, packing, topk=4)
 
@@ -194,7 +196,7 @@ class TestCheckpointing:
 
 
 class ForeignArray:
-    """An array that speaks nothing but DLPack."""
+    """An array that supports only DLPack."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -258,7 +260,7 @@ class TestDLPack:
 
 
 def heads_of_a_rank(rank: int, store: str, results) -> None:
-    """One of two ranks, each with half of the heads: the loss of all heads, and its gradient."""
+    """Loss and gradient on one of two ranks, each with half of the heads."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
     (q, kv, *_, index_q, index_k, weights), packing = inputs([5, 7], f64)

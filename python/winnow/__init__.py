@@ -7,15 +7,15 @@
                                           lengths=selection.lengths)
     loss = winnow.index_loss(selection, q, kv, lse, scale=scale)
 
-The functions are differentiable and take CPU and CUDA tensors; docs/python.md shows them at work.
-``winnow.reference`` has their formulas in plain torch, ``torch.ops.winnow`` the operators below.
+The functions are differentiable and accept CPU and CUDA tensors; docs/python.md is the guide.
+``winnow.reference`` has their formulas in plain torch, ``torch.ops.winnow`` the raw operators.
 """
 
 import importlib.util
 
 __version__ = "0.1.0"
 
-if importlib.util.find_spec("torch") is not None:  # without torch there is winnow._lib alone
+if importlib.util.find_spec("torch") is not None:  # without torch only winnow._lib is usable
     from winnow import automodel, flash_mla, reference
     from winnow._lib import backends
     from winnow.checkpointing import keep_selections

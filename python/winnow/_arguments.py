@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of the public functions: arrays of other libraries, words, and what the library itself
-cannot see. What it can see, it checks."""
+"""Checks and conversions of arguments that the C++ library does not see; it checks the others."""
 
 from typing import Any, Protocol, TypeAlias
 
@@ -18,7 +17,7 @@ Array: TypeAlias = Tensor | SupportsDLPack
 
 
 def tensor(function: str, name: str, value: Array) -> Tensor:
-    """The argument itself, or a view of an array's memory."""
+    """Returns a tensor as it is, or a view of the memory of another array."""
     if isinstance(value, Tensor):
         return value
     if hasattr(value, "__dlpack__"):
@@ -44,7 +43,7 @@ def one_of(function: str, name: str, value: str, words: tuple[str, ...]) -> None
 
 
 def one_head(function: str, name: str, value: Tensor) -> Tensor:
-    """[rows, width] of a tensor in which others write the one shared head, [rows, 1, width]."""
+    """Drops the dimension of the one shared head: [rows, 1, width] becomes [rows, width]."""
     if value.dim() != 3 or value.shape[1] != 1:
         raise ValueError(f"{function}: {name} {list(value.shape)}: must be [rows, 1, width]")
     return value[:, 0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m winnow bench: what calls cost through PyTorch, and what of that is the host's share."""
+"""python -m winnow bench: times of calls through PyTorch, and their host overhead."""
 
 import statistics
 import time
@@ -14,17 +14,17 @@ from winnow import functional
 from winnow.ops import why_not
 from winnow.packing import Packing
 
-# GLM-5.2's dimensions; fewer heads, rows and keys on a CPU.
+# The dimensions of GLM-5.2, with fewer heads, rows and keys on a CPU.
 _SIZES = {
     "cpu": {"tokens": 1024, "heads": 8, "index_heads": 8, "topk": 256},
     "cuda": {"tokens": 4096, "heads": 64, "index_heads": 32, "topk": 2048},
 }
 _SCALE = 1 / 16
-_SECONDS = 1.0  # to spend on a measurement
+_SECONDS = 1.0  # per measurement
 
 
 def _milliseconds(call: Callable[[], object], device: str) -> float:
-    """The median of calls, each with its wait for the device."""
+    """The median time of a call, including synchronisation with the device."""
     times: list[float] = []
     while len(times) < 3 or sum(times) < _SECONDS:
         start = time.perf_counter()
@@ -37,7 +37,7 @@ def _milliseconds(call: Callable[[], object], device: str) -> float:
 
 class _Call(NamedTuple):
     function: Callable[[], Tensor]
-    inputs: tuple[Tensor, ...]  # those that its result is differentiable in
+    inputs: tuple[Tensor, ...]  # the differentiable ones
 
 
 def _calls(device: str, backend: str | None) -> dict[str, _Call]:
@@ -58,7 +58,7 @@ def _calls(device: str, backend: str | None) -> dict[str, _Call]:
     def index_topk() -> Tensor:
         return functional.index_topk(*indexer, packing, topk=size["topk"], **options).scores
 
-    # Lists as an indexer would give them, for the calls behind it.
+    # Index lists as an indexer would return them, for attention and the loss.
     rows = torch.arange(tokens)[:, None]
     slots = torch.rand(tokens, size["topk"], generator=generator)
     indices = (slots * (rows + 1)).int().sort(1).values.to(device)
@@ -87,13 +87,13 @@ def _calls(device: str, backend: str | None) -> dict[str, _Call]:
 
 
 def _overhead() -> None:
-    """Calls without rows: six tensors, four of them given, and no work."""
+    """Times calls with zero rows: six tensors, four of them present, and no work."""
     q, kv = torch.zeros(0, 2, 16), torch.zeros(4, 16)
     indices, lengths = torch.zeros(0, 4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
     operator = torch.ops.winnow.sparse_attention_forward
 
     def fastest(call: Callable[[], object]) -> float:
-        """Of many short runs: what else the machine does is no cost of the call."""
+        """The minimum over many short runs, to exclude other load on the machine."""
         return min(timeit.repeat(call, number=100, repeat=int(200 * _SECONDS))) / 100 * 1e6
 
     ops = fastest(lambda: operator(q, kv, indices, lengths, None, 16, 0.25))
@@ -114,7 +114,7 @@ NAMES = (
 
 
 def run(names: list[str], device: str, backend: str | None) -> None:
-    """Prints a line for every function."""
+    """Prints one line per function."""
     size = _SIZES[device]
     if set(names) != {"overhead"}:
         print(f"{device}, bf16, {', '.join(f'{count} {name}' for name, count in size.items())}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m winnow check: every function, forward and backward, against plain torch in double."""
+"""python -m winnow check: compares every function, forward and backward, with torch in fp64."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from winnow import functional, reference
 from winnow.ops import why_not
 from winnow.packing import Packing
 
-# Relative errors in the 2-norm that rounding of inputs of this type explains (docs/operators.md).
+# Limits of the relative error in the 2-norm by input type (docs/operators.md).
 _LIMITS = {torch.bfloat16: (4e-3, 1e-2), torch.float32: (1e-5, 1e-5)}  # of outputs, of gradients
 _EXACT = 0.0
 _SCALE = 0.0625
@@ -26,7 +26,7 @@ class Comparison(NamedTuple):
 
     @property
     def error(self) -> float:
-        """||actual - expected|| / ||expected||; infinite where infinities or NaN differ."""
+        """||actual - expected|| / ||expected||; infinite if inf or NaN are in different places."""
         actual, expected = self.actual.detach().cpu().double(), self.expected.detach().double()
         if not torch.equal(actual.isfinite(), expected.isfinite()):
             return math.inf
@@ -36,7 +36,7 @@ class Comparison(NamedTuple):
 
 
 class Batch:
-    """Two packed documents and inputs of every function; `exact` has the same numbers in double."""
+    """Two packed documents and inputs of every function; `exact` has the same values in fp64."""
 
     def __init__(self, dtype: torch.dtype, device: str, backend: str | None) -> None:
         self.dtype, self.backend = dtype, backend
@@ -77,7 +77,7 @@ class Batch:
     def gradients(
         self, names: str, actual: Tensor, expected: Tensor, d_output: str | None = None
     ) -> Iterator[Comparison]:
-        """Of inputs, from the gradient `d_output` of an output; without one, of its sum."""
+        """Compares gradients of inputs, from the output gradient `d_output` (default: ones)."""
         d_actual, d_expected = torch.ones_like(actual), torch.ones_like(expected)
         if d_output is not None:
             d_actual, d_expected = self.inputs[d_output], self.exact[d_output]
@@ -102,7 +102,7 @@ def _window_indices(x: Batch) -> Iterator[Comparison]:
 
 
 def _index_topk(x: Batch) -> Iterator[Comparison]:
-    """Replay of the exact selection: rounding decides between scores that lie too close."""
+    """Replays the exact selection, since rounding may swap keys whose scores are close."""
     names = "index_q index_k weights"
     selection = functional.index_topk(*x.of(names), x.packing, **x.chosen, backend=x.backend)
     dense = reference.index_scores(*x.exact_of(names), *x.windows)
@@ -110,7 +110,7 @@ def _index_topk(x: Batch) -> Iterator[Comparison]:
     yield Comparison("scores", selection.scores, expected, 1e-5)
     finite = [torch.where(s > -math.inf, s, 0) for s in (selection.scores, expected)]
     yield from x.gradients(names, *finite)
-    # The scores of what it chooses itself are as large as those of the exact selection.
+    # The scores of its own selection must be as large as those of the exact one.
     own = functional.index_topk(
         *x.of(names), x.packing, topk=x.indices.shape[1], order="by_score", backend=x.backend
     )
@@ -201,7 +201,7 @@ CHECKS: dict[str, Callable[[Batch], Iterator[Comparison]]] = {
 
 
 def run(names: list[str], device: str, backend: str | None) -> bool:
-    """Prints a line for every comparison; whether all of them were within their limits."""
+    """Prints one line per comparison; returns whether all were within their limits."""
     failed = compared = 0
     for dtype in _LIMITS:
         batch = Batch(dtype, device, backend)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of NeMo Automodel's sparse-attention kernels, over winnow.
+"""A drop-in replacement for the sparse-attention kernels of NeMo Automodel.
 
     from winnow.automodel import tilelang_indexer_topk, tilelang_sparse_attention
 
-stands for the import from ``nemo_automodel.components.models.glm_moe_dsa.optimized_kernels``, and
-likewise for ``nemo_automodel.components.models.deepseek_v4.kernels.sparse_attention`` and for the
-context-parallel helpers of ``glm_moe_dsa.cp`` and ``deepseek_v4.cp``. Names, parameters and layouts
-are theirs, on CUDA and on CPU tensors; docs/automodel.md lists where winnow does otherwise. The
-words of a backend: "torch" is the caller's own path, "tilelang" winnow's fastest backend for the
-tensors' device, "auto" that one where it can run.
+replaces the import from ``nemo_automodel.components.models.glm_moe_dsa.optimized_kernels``, and
+likewise that from ``nemo_automodel.components.models.deepseek_v4.kernels.sparse_attention`` and of
+the context-parallel helpers of ``glm_moe_dsa.cp`` and ``deepseek_v4.cp``. Names, parameters and
+layouts are those of Automodel, for CUDA and CPU tensors; docs/automodel.md lists the differences.
+Backend names: "torch" is the caller's own path, "tilelang" is winnow's fastest backend for the
+tensors' device, "auto" is that backend if it can run.
 """
 
 from typing import Literal
@@ -32,11 +32,11 @@ from winnow.packing import Packing
 DsaIndexerBackend = Literal["torch", "tilelang", "auto"]
 DsaSparseAttentionBackend = Literal["torch", "tilelang", "auto"]
 
-_FILL = -1000  # what stands behind the last offset in stacked batches
+_FILL = -1000  # pads the offsets of stacked batches
 
 
 def is_dsa_kernel_available(name: Literal["indexer", "sparse_attn"]) -> bool:
-    """Whether winnow has the kernel: it always has. Another name is a ValueError."""
+    """True for every kernel name of Automodel; ValueError for another name."""
     one_of("is_dsa_kernel_available", "name", name, ("indexer", "sparse_attn"))
     return True
 
@@ -84,9 +84,9 @@ def _why_not(available: bool, tensors: tuple[Tensor, ...], require_bf16: bool) -
 def _generate_padded_varlen_mask_params(
     cu_seqlens: Tensor, cu_seqlens_padded: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """starts, ends: int32, the keys [start, end) of every row of a padded batch.
+    """Returns starts and ends, int32: the keys [start, end) of every row of a padded batch.
 
-    Real rows never see padding; a padding row sees its document, and at least one key.
+    Real rows never see padding; a padding row sees its document and at least one key.
     """
     offsets = _offsets(cu_seqlens), _offsets(cu_seqlens_padded)
     begin, end = Packing(*offsets, padding_rows="see_document").windows()
@@ -102,19 +102,19 @@ def tilelang_indexer_topk(
     query_indices: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
 ) -> Tensor:
-    """The keys of the largest indexer scores of every row, -1 behind them. No gradient.
+    """Selects the keys with the largest indexer scores of every row. No gradient.
 
     Args:
         index_q: [tokens, index_heads, index_dim].
         index_k: [keys, index_dim], as index_q.
         head_weights: [tokens, index_heads], all scales folded in; signed.
-        cu_seqlens: [documents + 1], cumulated lengths; -1000 at its end is no offset.
-        index_topk: how many keys to choose.
-        query_indices: [tokens], the rows of the whole batch that index_q holds.
-        cu_seqlens_padded: [documents + 1], where documents begin if padding stands between them.
+        cu_seqlens: [documents + 1], cumulative lengths; -1000 at its end is ignored.
+        index_topk: the number of keys to select.
+        query_indices: [tokens], the global rows of index_q.
+        cu_seqlens_padded: [documents + 1], where documents begin if there is padding between them.
 
     Returns:
-        [tokens, 1, index_topk] int32, ascending.
+        [tokens, 1, index_topk] int32, ascending, followed by -1.
     """
     device = index_q.device
     packing = Packing(
@@ -138,14 +138,14 @@ def tilelang_indexer_topk(
 def tilelang_sparse_attention(
     q: Tensor, kv_latent: Tensor, topk_indices: Tensor, w_vc: Tensor, softmax_scale: float
 ) -> Tensor:
-    """Attention over chosen latent keys, then each head's value projection. Differentiable.
+    """Attention over selected latent keys, then the value projection. Differentiable.
 
     Args:
         q: [tokens, heads, latent + rope], absorbed.
         kv_latent: [keys, 1, latent + rope], as q.
-        topk_indices: [tokens, 1, topk]; what is no key contributes nothing.
-        w_vc: [heads, head_dim, latent]; taken in the dtype of q.
-        softmax_scale: the model's, mscale**2 / sqrt(qk_head_dim).
+        topk_indices: [tokens, 1, topk]; invalid indices contribute nothing.
+        w_vc: [heads, head_dim, latent]; converted to the dtype of q.
+        softmax_scale: that of the model, mscale**2 / sqrt(qk_head_dim).
 
     Returns:
         [tokens, heads, head_dim], as q.
@@ -162,7 +162,7 @@ def tilelang_sparse_attention(
 
 
 class DeepSeekV4SparseAttention(torch.autograd.Function):
-    """Sparse MQA with a sink; `apply` takes what `forward` takes."""
+    """Sparse MQA with a sink; `apply` has the arguments of `forward`."""
 
     @staticmethod
     def forward(
@@ -182,7 +182,7 @@ class DeepSeekV4SparseAttention(torch.autograd.Function):
 
 
 class DeepSeekV4SparseAttentionHeadChunked(torch.autograd.Function):
-    """The same, with a backward over groups of heads whose KV gradients are summed in fp32."""
+    """The same, with a backward over groups of heads that accumulates KV gradients in fp32."""
 
     @staticmethod
     def forward(
@@ -217,8 +217,8 @@ def sparse_attn_tilelang(
         q: [batch, tokens, heads, dim].
         kv: [batch, keys, dim], as q; key and value of the one shared head.
         attn_sink: [heads].
-        topk_idxs: [batch, tokens, topk]; what is no key contributes nothing.
-        sm_scale: by default dim ** -0.5.
+        topk_idxs: [batch, tokens, topk]; invalid indices contribute nothing.
+        sm_scale: dim ** -0.5 by default.
 
     Returns:
         [batch, tokens, heads, dim], as q.
@@ -234,7 +234,7 @@ def sparse_attn_tilelang_head_chunked(
     max_heads_per_kernel: int,
     sm_scale: float | None = None,
 ) -> Tensor:
-    """sparse_attn_tilelang with at most `max_heads_per_kernel` heads in a pass of backward."""
+    """sparse_attn_tilelang with at most `max_heads_per_kernel` heads per pass of backward."""
     return DeepSeekV4SparseAttentionHeadChunked.apply(
         q, kv, attn_sink, topk_idxs, max_heads_per_kernel, sm_scale
     )
@@ -249,7 +249,7 @@ def _forward(
     max_heads_per_pass: int,
     sm_scale: float | None,
 ) -> Tensor:
-    if sm_scale == 0:  # what the library takes for "not given"
+    if sm_scale == 0:  # 0 means "not given" to the library
         raise ValueError("sparse_attn_tilelang: sm_scale 0: must not be 0")
     ctx.scale, ctx.max_heads_per_pass = sm_scale or 0.0, max_heads_per_pass
     ctx.sink_dtype = attn_sink.dtype
@@ -281,17 +281,17 @@ def _backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """The library asks for a last stride of 1; whatever else a tensor has, it takes."""
+    """Copies a tensor whose last stride is not 1; the library accepts all other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _offsets(cu_seqlens: Tensor, device: torch.device | None = None) -> Tensor:
-    """int32 offsets in which the fill at the end has become documents without rows.
+    """int32 offsets in which the fill values at the end are replaced by empty documents.
 
-    To cut the fill off would take a synchronisation with the device.
+    Dropping them would need a synchronisation with the device.
     """
     offsets = cu_seqlens.to(device or cu_seqlens.device, torch.int32)
     if offsets.numel() == 0:
-        return offsets  # the library says what is wrong with it
+        return offsets  # refused by the library
     is_fill = (offsets == _FILL).flip(0).cumprod(0).flip(0).bool()
     return torch.where(is_fill, offsets.max(), offsets)

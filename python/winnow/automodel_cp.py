@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo Automodel's helpers for context parallel, over winnow; winnow.automodel has them too.
+"""The context-parallel helpers of NeMo Automodel, implemented with winnow.
 
-A padded batch becomes one row of tokens of which every rank keeps a contiguous part, while offsets
-stay those of the whole; before attention the keys of all ranks are gathered.
+A padded batch becomes one packed row of tokens, of which every rank keeps a contiguous shard, while
+the offsets remain those of the whole batch; before attention the keys of all ranks are gathered.
+winnow.automodel exports these functions too.
 """
 
 import atexit
@@ -27,7 +28,7 @@ _MAKE_BATCH = "make_glm_dsa_packed_cp_batch_and_ctx"
 
 
 def glm_dsa_cp_enabled(cp_group) -> bool:
-    """Whether the group is one of several ranks."""
+    """Whether the group has more than one rank."""
     return _is_distributed(cp_group) and dist.get_world_size(cp_group) > 1
 
 
@@ -36,7 +37,7 @@ def _is_distributed(cp_group) -> bool:
 
 
 def glm_dsa_cp_all_gather(tensor: Tensor, dim: int, cp_group) -> Tensor:
-    """The parts of all ranks, one behind another along `dim`; the tensor itself with one rank.
+    """Concatenates the shards of all ranks along `dim`; returns the tensor itself with one rank.
 
     Differentiable: the gradients of all ranks are summed in fp32 and rounded once.
     """
@@ -52,16 +53,16 @@ def glm_dsa_cp_all_gather(tensor: Tensor, dim: int, cp_group) -> Tensor:
     return Keys(part, layout).whole.movedim(0, dim)
 
 
-@lru_cache(maxsize=16)  # every layer of a model asks for the same ones
+@lru_cache(maxsize=16)  # all layers of a model use the same ones
 def _even_layout(cp_group, rows: int, device: torch.device) -> Layout:
-    """Every rank has as many rows as this one."""
+    """The layout in which every rank has `rows` rows."""
     ranks = Ranks(cp_group)
     begins = range(0, rows * ranks.size, rows) if rows else [0] * ranks.size
     parts = [torch.arange(begin, begin + rows) for begin in begins]
     return Layout(ranks, parts, device, "glm_dsa_cp_all_gather")
 
 
-# A process group must not outlive the interpreter, and layouts hold theirs.
+# Cached layouts hold a process group, which must not outlive the interpreter.
 atexit.register(_even_layout.cache_clear)
 
 
@@ -84,22 +85,22 @@ def _contiguous_cp_indices(
 def _slice_thd_chunk_for_cp(
     chunk: dict[str, Tensor], cp_group, cp_size: int, cp_rank: int, padding_token_id: int
 ) -> dict[str, Any]:
-    """What a rank holds of a flat batch: its tokens, and the offsets of the whole.
+    """The shard of a packed batch that a rank holds: its tokens, and offsets of the whole batch.
 
     Args:
-        chunk: input_ids, labels, position_ids [tokens], cu_seqlens; if there are any also
-            cu_seqlens_padded, max_seqlen and padding_mask [tokens], True for padding.
-        cp_group: the ranks, for the layers.
-        cp_size: how many they are.
-        cp_rank: which of them this is.
-        padding_token_id: what padding is filled with; asked for only without a padding_mask.
+        chunk: input_ids, labels, position_ids [tokens], cu_seqlens; optionally cu_seqlens_padded,
+            max_seqlen and padding_mask [tokens], True for padding.
+        cp_group: the process group, passed on to the layers.
+        cp_size: the number of ranks.
+        cp_rank: this rank.
+        padding_token_id: the token of padding; used only without a padding_mask.
     """
     ids = chunk["input_ids"]
     rows = _contiguous_cp_indices(len(ids), cp_size, cp_rank, ids.device)
     padding = chunk.get("padding_mask")
     if padding is None:
         padding = _padding_of_tokens(ids, padding_token_id)
-    # Embeddings can stand for ids, where an earlier stage of a pipeline has made them.
+    # With pipeline parallelism input_ids may be embeddings computed by an earlier stage.
     ids_dtype = ids.dtype if ids.is_floating_point() else torch.int64
     shard = {
         "input_ids": ids[rows].to(ids_dtype),
@@ -120,7 +121,7 @@ def _slice_thd_chunk_for_cp(
 
 
 def _padding_of_tokens(input_ids: Tensor, padding_token_id: int) -> Tensor:
-    """Where only token values tell padding: right if it stands at the end, and nowhere else."""
+    """Finds padding by token value, which is safe only if all of it is at the end."""
     if input_ids.is_floating_point():
         raise ValueError(
             "_slice_thd_chunk_for_cp: chunk without padding_mask: must be given where input_ids are"
@@ -144,23 +145,23 @@ def make_glm_dsa_packed_cp_batch_and_ctx(
     num_chunks: int = 1,
     seq_lens_padding_value: int = -1000,
 ):
-    """A padded batch as this rank's part of a flat one, and a context that does nothing.
+    """Turns a padded batch into this rank's shard of a packed one; also returns a no-op context.
 
     Args:
-        cp_mesh: a DeviceMesh of one dimension, or what has its get_group() and size(): the ranks
-            that share the batch.
+        cp_mesh: a one-dimensional DeviceMesh, or an object with its get_group() and size(): the
+            ranks that share the batch.
         tp_mesh: not used, as in Automodel.
         batch: input_ids, labels and position_ids [rows, tokens], seq_lens and seq_lens_padded
             [rows, documents]; the padded lengths of a row sum to its tokens.
         loss_mask: not used.
-        padding_token_id: not used: where padding is, the lengths say.
-        num_chunks: how many flat batches to make, of equally many rows; with more than one, tensors
-            have a leading dimension.
-        seq_lens_padding_value: what stands behind a row's last length, and behind the last offset
-            of a chunk with fewer documents than others.
+        padding_token_id: not used: padding is derived from the lengths.
+        num_chunks: the number of packed batches, with equally many rows each; if it is more than
+            one, tensors have a leading dimension.
+        seq_lens_padding_value: the fill value after the last length of a row, and after the last
+            offset of a chunk with fewer documents than others.
 
     Returns:
-        contextlib.nullcontext, the class itself, and the batch; its keys are those of
+        contextlib.nullcontext (the class, not an instance) and the batch, with the keys of
         _slice_thd_chunk_for_cp.
     """
     if not all(callable(getattr(cp_mesh, name, None)) for name in ("get_group", "size")):
@@ -184,7 +185,7 @@ def make_glm_dsa_packed_cp_batch_and_ctx(
 
 
 def _thd_chunks(batch, num_chunks: int, fill: int) -> list[dict[str, Tensor]]:
-    """The flat batches that a padded one consists of, on the device of its ids."""
+    """Flattens a padded batch into packed ones, on the device of its input_ids."""
     _check_shapes(batch)
     ids, lengths = batch["input_ids"], (batch[key].flatten() for key in _LENGTHS)
     rows, row_tokens = ids.shape[:2]
@@ -195,7 +196,7 @@ def _thd_chunks(batch, num_chunks: int, fill: int) -> list[dict[str, Tensor]]:
         )
     try:
         layout = _lib.thd_layout(*(x.tolist() for x in lengths), rows, row_tokens, fill, chunks)
-    except ValueError as error:  # it names the library's function
+    except ValueError as error:  # replace the name of the library function
         raise ValueError(f"{_MAKE_BATCH}: {str(error).removeprefix('thd_batch: ')}") from None
 
     def from_host(numbers: array | bytearray, dtype: torch.dtype) -> Tensor:
@@ -228,12 +229,13 @@ def _check_shapes(batch) -> None:
 
 
 def dsv4_cp_local_seq_multiple(model_or_config) -> int:
-    """Of how many rows a DeepSeek-V4 rank's part must be a multiple, for it to have whole pools.
+    """The multiple that the rows of a DeepSeek-V4 rank must be, so that no pool is split.
 
-    Pools of ratio 4 overlap with their neighbours, and come in pairs. 128 for the published models.
+    Pools of ratio 4 overlap with their neighbours, so they count in pairs. 128 for the published
+    models.
 
     Args:
-        model_or_config: with `compress_ratios`, or with a `config` that has them; 0 is no pool.
+        model_or_config: has `compress_ratios`, or a `config` that has them; 0 means no pools.
     """
     config = getattr(model_or_config, "config", model_or_config)
     ratios = (int(ratio) for ratio in getattr(config, "compress_ratios", None) or ())

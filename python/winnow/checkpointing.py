@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation checkpointing that keeps selections."""
+"""Activation checkpointing that saves the selections of index_topk."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,15 +9,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 
 def keep_selections() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The `context_fn` of torch.utils.checkpoint under which nothing is selected twice.
+    """A `context_fn` of torch.utils.checkpoint that does not recompute selections.
 
         torch.utils.checkpoint.checkpoint(
             layer, x, use_reentrant=False, context_fn=winnow.keep_selections
         )
 
-    Everything is recomputed in backward but the results of index_topk: its indices, lengths and
-    scores are stored, and attention is recomputed over the same keys. Without this, checkpointing
-    is as right, since index_topk chooses the same keys again, but pays for all scores twice.
+    Backward recomputes everything except the results of index_topk: its indices, lengths and scores
+    are saved, and attention is recomputed over the same keys. Checkpointing is correct without this
+    too, since index_topk selects the same keys again, but then computes all scores twice.
     """
     return create_selective_checkpoint_contexts(_policy)
 

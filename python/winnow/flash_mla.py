@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashMLA's sparse prefill by its own name and conventions, over winnow."""
+"""The sparse prefill of FlashMLA, with its name and conventions, implemented with winnow."""
 
 import math
 
@@ -19,20 +19,20 @@ def flash_mla_sparse_fwd(
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sparse attention, as FlashMLA returns it. Any number of heads, any topk, CPU tensors too.
+    """Sparse attention with the results of FlashMLA, for any number of heads and topk, also on CPU.
 
     Args:
         q: [s_q, h_q, d_qk].
         kv: [s_kv, 1, d_qk], as q; a value is the first d_v channels of its row.
-        indices: [s_q, 1, topk] int32; below 0 or from s_kv on: no key.
-        sm_scale: of the logits.
-        d_v: channels of a value.
-        attn_sink: [h_q] fp32; scales the output alone.
-        topk_length: [s_q] int32: slots of a row that count. Others are not even read.
+        indices: [s_q, 1, topk] int32; those outside [0, s_kv) are ignored.
+        sm_scale: the scale of the logits.
+        d_v: the channels of a value.
+        attn_sink: [h_q] fp32; affects only out.
+        topk_length: [s_q] int32: the number of slots to use; others are not read.
 
     Returns:
         out [s_q, h_q, d_v] as q, max_logits [s_q, h_q] fp32 and lse [s_q, h_q] fp32, natural log,
-        without the sink. A row without keys: 0, -inf and +inf. Differentiable but for max_logits.
+        without the sink. A row without keys has 0, -inf and +inf. out and lse are differentiable.
     """
     out, lse, max_logits = sparse_attention(
         q,

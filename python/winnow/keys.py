@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gather_keys: the keys of all ranks before an operator, and their gradients back after it."""
+"""gather_keys: gathers the keys of all ranks, and reduces their gradients in backward."""
 
 from typing import NamedTuple
 
@@ -14,27 +14,27 @@ from winnow.shards import Ratios, ratios_of
 
 
 class Gathering(NamedTuple):
-    """What an operator's backward does with gathered keys."""
+    """How the backward of an operator handles gathered keys."""
 
     layout: Layout
-    again: bool  # it has this rank's keys and gathers the others' once more
+    again: bool  # save only the keys of this rank, and gather again in backward
 
     def to_keep(self, local: Tensor, whole: Tensor) -> Tensor:
-        """Of these, what backward needs."""
+        """Which of the two tensors to save for backward."""
         return local if self.again else whole
 
     def whole(self, kept: Tensor) -> Tensor:
         return self.layout.gather(kept).wait() if self.again else kept
 
     def local_gradient(self, d_whole: Tensor, dtype: torch.dtype) -> Tensor:
-        """Summed over ranks as it comes, in the accumulation type, and rounded once."""
+        """Sums over ranks in the accumulation type and rounds once."""
         return self.layout.sum_to_parts(d_whole).to(dtype)
 
 
 class Keys:
-    """Keys of which every rank has some; made by gather_keys.
+    """Keys that are sharded over ranks; created by gather_keys.
 
-    The operators take it in place of a tensor of keys, and their gradients flow to `local`.
+    The operators accept it in place of a tensor of keys, and their gradients flow to `local`.
     """
 
     def __init__(self, local: Tensor, layout: Layout | None, regather: bool = False) -> None:
@@ -47,14 +47,14 @@ class Keys:
     def whole(self) -> Tensor:
         """[rows of all ranks, ...] in global order; the first use waits for the gather.
 
-        Differentiable. But autograd rounds the gradient that arrives here to the keys' dtype before
-        it is summed over ranks; operators that are given the Keys sum unrounded.
+        Differentiable, but autograd rounds this gradient to the dtype of the keys before it is
+        summed over ranks; operators that get the Keys object sum unrounded gradients.
         """
         return self.local if self.gathering is None else _Whole.apply(self.local, self)
 
     @property
     def values(self) -> Tensor:
-        """As whole, without gradients."""
+        """The same as `whole`, without gradients."""
         if self.gathering is None:
             return self.local.detach()
         if self._values is None:
@@ -77,26 +77,26 @@ class _Whole(torch.autograd.Function):
 
 
 def gather_keys(x: Array, packing: Packing, *, ratio: Ratios = 1, regather: bool = False) -> Keys:
-    """Begins to gather the keys of all ranks, and returns at once.
+    """Starts to gather the keys of all ranks, and returns at once.
 
-    Whatever does not need them, such as the query side of a layer, runs beside the gather until an
-    operator is given the Keys. Up to then x is being read: do not write to it. All ranks of the
-    packing's group call it, in the same order. Without a group, or with one rank, nothing is copied
+    Work that does not need the keys, such as the query side of a layer, overlaps with the gather
+    until an operator uses the Keys. Until then x is being read: do not write to it. All ranks of
+    the group must call this in the same order. Without a group, or with one rank, nothing is copied
     and `whole` is `local`.
 
     Args:
         x: [rows of this rank, ...], in the order of packing.rows: keys, or their scales.
-        packing: says which rows this rank has.
-        ratio: x holds pools of so many rows, in the order of packing.pool_rows(ratio). With (1, r)
-            it holds rows and behind them pools: `whole` is DeepSeek-V4's [rows | pools].
-        regather: keep this rank's keys alone for backward, and gather the others' there once more:
+        packing: defines which rows this rank has.
+        ratio: x holds pools of this many rows, in the order of packing.pool_rows(ratio). With
+            (1, r) it holds rows followed by pools: `whole` is [rows | pools] of DeepSeek-V4.
+        regather: save only the keys of this rank for backward, and gather the others again there:
             less memory, one more collective.
     """
     x = tensor("gather_keys", "x", x)
     if not isinstance(packing, Packing):
         raise TypeError(f"gather_keys: packing is a {type(packing).__name__}: must be a Packing")
     if not torch.is_grad_enabled():
-        x = x.detach()  # an operator called later, with gradients, must not find them here
+        x = x.detach()  # so that an operator called later, with gradients enabled, finds none
     layout = packing.layout(ratio)
     if layout is not None:
         gradient = "with" if x.requires_grad else "without"
@@ -108,7 +108,7 @@ def gather_keys(x: Array, packing: Packing, *, ratio: Ratios = 1, regather: bool
 
 
 def _mistake(x: Tensor, layout: Layout) -> str:
-    """What is wrong with the keys of this rank, whatever others have."""
+    """An error message for the keys of this rank, whatever the others have; empty if valid."""
     if x.device != layout.device:
         return f"x on {x.device}: must be on {layout.device}, as cu_seqlens"
     if x.device.type not in layout.ranks.backends:

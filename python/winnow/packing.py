@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing: which keys every row of a packed batch may see, and which rows this rank holds."""
+"""Packing: the keys that each row of a packed batch may see, and the rows that this rank holds."""
 
 from typing import Any, NamedTuple
 
@@ -19,29 +19,30 @@ class Windows(NamedTuple):
 
 
 class Packing:
-    """Documents that stand one after another in one batch of rows.
+    """Documents packed one after another into one batch of rows.
 
-    A row sees the keys of its own document up to itself. Made once per batch, used by every layer.
+    A row sees the keys of its own document up to itself. Created once per batch, used by every
+    layer.
 
     Args:
-        cu_seqlens: [documents + 1] int32, the cumulated lengths of the documents, from 0.
-        cu_seqlens_padded: [documents + 1] int32, where documents begin if padding rows stand behind
-            their real ones. Windows are in these coordinates, and real rows never see padding.
-        query_rows: [tokens] int32, the rows of the whole batch that are queries here, -1 for a row
-            that sees nothing. By default all of them in their order.
-        tokens: how many rows there are; rows past the last document see nothing. By default as many
-            as query_rows has, or as the documents take: to read that from a GPU costs one
-            synchronisation with it. With a group: the rows of the whole batch.
+        cu_seqlens: [documents + 1] int32, the cumulative lengths of the documents, from 0.
+        cu_seqlens_padded: [documents + 1] int32, where documents begin if they are followed by
+            padding rows. Windows are in these coordinates, and real rows never see padding.
+        query_rows: [tokens] int32, the global rows of the queries, -1 for a row that sees nothing.
+            By default all rows in order.
+        tokens: the number of rows; rows after the last document see nothing. By default that of
+            query_rows or of the documents; reading it from a GPU costs one synchronisation. With a
+            group: the rows of the whole batch.
         padding_rows: what padding rows see: "empty", nothing; "see_document", all of their document
             and at least one key.
-        group: a torch.distributed process group over whose ranks the rows are split; queries here
-            are the rows of this rank. All ranks make the Packing at the same time and with the
-            same arguments: they compare them, and a difference is an error on every rank. Offsets
-            are read by the host, once per batch: on a GPU that is a synchronisation with it.
-        sharding: with a group: "zigzag", two pieces of every document for a rank, one from its
-            beginning and one from its end, which is equal work for all; or "contiguous".
-        multiple: with a group: pieces begin at multiples of so many rows of their document, so that
-            a rank has whole pools of any ratio that divides it.
+        group: a torch.distributed process group over whose ranks the rows are split; the queries
+            are the rows of this rank. All ranks must create the Packing together and with the same
+            arguments, which they compare; a difference is an error on every rank. The host reads
+            the offsets once per batch, which on a GPU is a synchronisation.
+        sharding: with a group: "zigzag", two chunks of every document per rank, one from its
+            beginning and one from its end, which balances the work; or "contiguous".
+        multiple: with a group: chunks begin at multiples of this many rows of their document, so
+            that pools of any ratio that divides it are not split.
         backend: "automatic" (the default), "reference", "cpu" or "cuda".
     """
 
@@ -81,30 +82,29 @@ class Packing:
 
     @property
     def tokens(self) -> int:
-        """Rows that have a window: with a group, those of this rank."""
+        """The number of query rows; with a group, those of this rank."""
         return self._windows[1].begin.shape[0]
 
     @property
     def batch_tokens(self) -> int | None:
-        """Rows of the whole batch; None with query_rows, which do not say it."""
+        """The number of rows of the whole batch; unknown (None) with query_rows."""
         if self._shards is not None:
             return self._shards.tokens
         return self.tokens if self.query_rows is None else None
 
     def keys(self, ratio: int = 1) -> int | None:
-        """Keys of all ranks, rows or pools, where this rank has not all of them."""
+        """The number of keys (rows or pools) of all ranks; None if this rank has all of them."""
         return None if self._shards is None else self._shards.keys(ratio)
 
     @property
     def rows(self) -> Tensor:
-        """[tokens] int32: the rows of the whole batch that are queries here, ascending with a
-        group."""
+        """[tokens] int32: the global rows of the queries; with a group, ascending."""
         if self.query_rows is not None:
             return self.query_rows
         return torch.arange(self.tokens, dtype=torch.int32, device=self.cu_seqlens.device)
 
     def shard(self, x: Tensor, ratio: Ratios = 1) -> Tensor:
-        """This rank's rows of a tensor [rows of the whole batch, ...]; with a ratio, its pools."""
+        """The rows (with a ratio, the pools) of this rank of a tensor of the whole batch."""
         layout = self.layout(ratio)
         if layout is None:
             return x
@@ -116,10 +116,10 @@ class Packing:
         return x.index_select(0, layout.own.to(x.device))
 
     def pool_rows(self, ratio: int) -> Tensor:
-        """[pools, ratio]: of every pool of this rank its rows, as places in tensors of this rank.
+        """[pools, ratio]: the rows of every pool of this rank, as indices into its tensors.
 
-        x[packing.pool_rows(4)] is [pools, 4, ...]: what a layer makes its pooled keys of. Made at
-        the first call, which waits for a GPU that has the offsets.
+        x[packing.pool_rows(4)] is [pools, 4, ...], from which a layer computes its pooled keys.
+        Computed at the first call, which synchronises with a GPU that holds the offsets.
         """
         at_least("Packing.pool_rows", "ratio", ratio, 2)
         if ratio not in self._pool_rows:
@@ -129,21 +129,22 @@ class Packing:
         return self._pool_rows[ratio]
 
     def windows(self, ratio: int = 1) -> Windows:
-        """The keys that every row may see; made at the first call.
+        """The keys that every row may see; computed at the first call.
 
-        With ratio r > 1 keys are pools of r rows: every document owns floor(length / r) of them,
-        one document's behind another's, and a row sees those that are complete at its position.
+        With ratio r > 1 keys are pools of r rows: every document has floor(length / r) of them,
+        those of consecutive documents follow each other, and a row sees the pools of its document
+        that are complete at its position.
         """
         if ratio not in self._windows:
             self._windows[ratio] = self._make_windows(self.tokens, ratio)
         return self._windows[ratio]
 
     def layout(self, ratio: Ratios = 1) -> Layout | None:
-        """What keys are gathered by; None where this rank has all of them."""
+        """The layout by which keys are gathered; None if this rank has all of them."""
         return None if self._shards is None else self._shards.layout(ratio)
 
     def _wrong_dtype(self) -> str:
-        """Which argument has one, as a sentence; empty if none has."""
+        """An error message for an argument that is not int32; empty if there is none."""
         for name in ("cu_seqlens", "cu_seqlens_padded", "query_rows"):
             x = getattr(self, name)
             if x is not None and x.dtype != torch.int32:
@@ -151,7 +152,7 @@ class Packing:
         return ""
 
     def _split(self, group: Any, tokens: int | None, sharding: str, multiple: int) -> Shards | None:
-        """None for a group of one rank, which has all rows."""
+        """Splits the rows over the group; None for a single rank, which has all rows."""
         check_group("Packing", "group", group)
         ranks = Ranks(group)
         if mistake := self._wrong_dtype():
@@ -162,7 +163,7 @@ class Packing:
         if tokens is None:
             tokens = documents.end
         if ranks.size > 1:
-            # Before the rest is refused: what one rank refuses, others must not wait for.
+            # Before the other checks: if one rank raises, the others must not wait for it.
             ranks.agree(
                 "Packing",
                 f"tokens {tokens}, {documents}, padding_rows {self.padding_rows!r},"
@@ -172,14 +173,14 @@ class Packing:
         return shards if ranks.size > 1 else None
 
     def _first_rows_of_pools(self, ratio: int) -> Tensor:
-        """[pools of this rank], on the host, as places in tensors of this rank."""
+        """[pools of this rank], on the host, as indices into tensors of this rank."""
         if self._shards is None:
             documents = Documents(self.cu_seqlens, self.cu_seqlens_padded)
             return documents.first_rows_of_pools(ratio)
         own = self._shards.layout(ratio).own.cpu()
         rows = self._shards.rows[self._shards.ranks.rank]
         first_rows = self._shards.documents.first_rows_of_pools(ratio)[own]
-        # The rows of a pool lie together wherever they are, and `rows` ascends.
+        # The rows of a pool are consecutive on every rank, and `rows` ascends.
         return torch.searchsorted(rows, first_rows.int())
 
     def _rows(self) -> int:
@@ -187,7 +188,7 @@ class Packing:
             return self.query_rows.numel()
         padded = self.cu_seqlens_padded
         offsets = self.cu_seqlens if padded is None else padded
-        # What is no list of offsets is refused by the operator.
+        # Invalid offsets are refused by the operator.
         return max(int(offsets.flatten()[-1]), 0) if offsets.numel() else 0
 
     def _make_windows(self, tokens: int, ratio: int) -> Windows:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over torch.distributed for tensors whose rows lie on many ranks."""
+"""Collectives over torch.distributed for tensors whose rows are sharded over ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +11,13 @@ from torch import Tensor
 
 _SIGNATURE_BYTES = 256
 
-# The later names are those of torch 2.13, which deprecates the earlier ones.
+# torch 2.13 renames these functions and deprecates the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def check_group(function: str, name: str, group: Any) -> None:
-    """TypeError for what is no process group, or none of this process."""
+    """Raises TypeError unless `group` is a process group that this process belongs to."""
     if isinstance(group, dist.ProcessGroup):
         return
     given = f"is a {type(group).__name__}"
@@ -30,19 +30,19 @@ def check_group(function: str, name: str, group: Any) -> None:
 
 
 class Ranks:
-    """A process group, as one of its ranks sees it."""
+    """A process group and the position of this process in it."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        # By kind of device, such as {"cpu": "gloo", "cuda": "nccl"}.
+        # By device type, such as {"cpu": "gloo", "cuda": "nccl"}.
         self.backends = dict(word.split(":") for word in dist.get_backend_config(group).split(","))
         self._agreed: set[str] = set()
 
     def agree(self, function: str, signature: str) -> None:
-        """ValueError on every rank unless all ranks give the same signature.
+        """Raises ValueError on every rank unless all ranks pass the same signature.
 
-        Waits for all ranks, and for the GPU where the group has no backend for CPU tensors.
+        Waits for all ranks, and for the GPU if the group has no backend for CPU tensors.
         """
         device = "cpu" if "cpu" in self.backends else "cuda"
         text = f"{function}: {signature}".encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
@@ -59,7 +59,7 @@ class Ranks:
             raise ValueError(f"{function}: ranks differ: {each}")
 
     def refuse(self, function: str, mistake: str) -> NoReturn:
-        """ValueError for a mistake of this rank, told to the others where they call agree."""
+        """Raises ValueError for an error on this rank, and on the others when they call agree."""
         if self.size > 1:
             self.agree(function, mistake)
         raise ValueError(f"{function}: {mistake}")
@@ -67,10 +67,10 @@ class Ranks:
     def agree_on_keys(
         self, function: str, device: torch.device, signature: str, mistake: str
     ) -> None:
-        """agree, every time over Gloo; over others, where it would make the host wait for the
-        device in every layer, once for each signature.
+        """Calls agree: over Gloo every time; over other backends, where the host would wait for the
+        device in every layer, once per signature.
 
-        A mistake of this rank alone is told to those who compare.
+        An error on this rank alone is reported to the ranks that compare.
         """
         if self.backends.get(device.type) == "gloo" or signature not in self._agreed:
             self.agree(function, mistake or signature)
@@ -80,7 +80,7 @@ class Ranks:
 
     @contextmanager
     def failures_of(self, what: str) -> Iterator[None]:
-        """Says what failed, and where, when torch.distributed gives up."""
+        """Adds to an error of torch.distributed what failed and on which rank."""
         try:
             yield
         except RuntimeError as error:
@@ -95,9 +95,9 @@ def _name_ranks(ranks: list[int]) -> str:
 
 
 class Layout:
-    """Which rows of a whole tensor every rank holds.
+    """The rows of a whole tensor that each rank holds.
 
-    Collectives want parts of equal size: shorter ones are filled up in the communication buffer,
+    Collectives need shards of equal size, so shorter ones are padded in the communication buffer,
     and only there.
     """
 
@@ -108,8 +108,8 @@ class Layout:
         device: torch.device,
         function: str = "gather_keys",
     ) -> None:
-        """`rows`: those of every rank, on the host; together they are 0 .. size - 1. `function`:
-        what gathers by this layout, for errors."""
+        """`rows` are those of each rank, on the host; together they are 0 .. size - 1. `function`
+        is named in errors."""
         self.ranks, self.device, self.function = ranks, device, function
         self.own = rows[ranks.rank].to(device)
         self.size = sum(map(len, rows))
@@ -118,7 +118,7 @@ class Layout:
             [rank * self._longest + torch.arange(len(own)) for rank, own in enumerate(rows)]
         )
         order = torch.cat(rows).long()
-        # By these tables rows go from the buffer to the whole and back; None: they stand in order.
+        # Permutations from the buffer to the whole tensor and back; None if both are in order.
         self._to_whole = self._to_buffer = None
         if self._longest * ranks.size != self.size or not torch.equal(order, places):
             to_whole = torch.empty_like(order)
@@ -128,11 +128,11 @@ class Layout:
             self._to_whole, self._to_buffer = to_whole.to(device), to_buffer.to(device)
 
     def gather(self, part: Tensor) -> "Gather":
-        """Begins to gather the rows of all ranks."""
+        """Starts to gather the rows of all ranks."""
         return Gather(self, part.detach())
 
     def sum_to_parts(self, whole: Tensor) -> Tensor:
-        """This rank's rows of the sum of all ranks' whole tensors, in their dtype."""
+        """Reduce-scatter: sums `whole` over ranks in its dtype; returns the rows of this rank."""
         ranks = self.ranks
         if ranks.backends[whole.device.type] == "gloo":
             ranks.agree(self.function, f"the sum of gradients {whole.dtype} {list(whole.shape)}")
@@ -146,17 +146,17 @@ class Layout:
 
 
 class Gather:
-    """An all-gather under way: NCCL works on a stream of its own, Gloo in its own threads."""
+    """An asynchronous all-gather: NCCL runs on its own stream, Gloo in its own threads."""
 
     def __init__(self, layout: Layout, part: Tensor) -> None:
         self._layout, self._dtype = layout, part.dtype
-        if part.dtype.itemsize == 1:  # Gloo knows no fp8
+        if part.dtype.itemsize == 1:  # Gloo does not support fp8
             part = part.view(torch.uint8)
         if len(part) < layout._longest:
             filled = part.new_zeros((layout._longest, *part.shape[1:]))
             filled[: len(part)] = part
             part = filled
-        self._part = part.contiguous()  # lives until the work is done, as the buffer does
+        self._part = part.contiguous()  # kept alive, like the buffer, until the gather is done
         ranks = layout.ranks
         self._buffer = part.new_empty((layout._longest * ranks.size, *part.shape[1:]))
         self._work = None
@@ -165,7 +165,7 @@ class Gather:
                 self._work = _all_gather(self._buffer, self._part, group=ranks.group, async_op=True)
 
     def wait(self) -> Tensor:
-        """All rows in their order. Over NCCL the current stream waits, not the host."""
+        """Returns all rows in global order. Over NCCL the current stream waits, not the host."""
         layout = self._layout
         if self._work is not None:
             with layout.ranks.failures_of(f"{layout.function}: the gather of keys"):

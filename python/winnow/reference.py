@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The formulas of winnow's operators in plain torch: documentation, and an oracle for the tests.
 
-Written to be read, not to be fast: masks are dense [tokens, keys]. The functions compute in the
-dtype that they are given (float64 for an oracle), and autograd gives their gradients. Inputs must
-be finite: unlike the library, a dense sum meets the NaN of a key that no row chose.
+Written for readability, not for speed: masks are dense [tokens, keys]. The functions compute in the
+dtype of their inputs (float64 for an oracle), and autograd gives their gradients. Inputs must be
+finite: unlike the library, a dense sum includes the NaN of a key that no row selected.
 
 t query row, s key row, h head, d and c channels, j slot of an index list.
 """
@@ -26,9 +26,9 @@ def key_windows(
     ratio: int = 1,
     padding_rows: str = "empty",
 ) -> tuple[Tensor, Tensor]:
-    """begin, end: the keys that a query row sees; the first rows up to its own of its document.
+    """begin, end: the keys that a query row sees, which are the rows of its document up to itself.
 
-    With ratio r > 1 keys are pools of r real rows; a pool is seen once its last row is.
+    With ratio r > 1 keys are pools of r real rows; a pool is visible once its last row is.
     """
     slots = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded).long()
     lengths = torch.cat([cu_seqlens.long().diff(), torch.zeros(1, dtype=torch.long)])
@@ -94,7 +94,7 @@ def index_topk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """indices, lengths and scores of the topk largest of a row of dense scores.
 
-    Equal scores go to the smaller key; NaN and -inf are never chosen; -1 fills the end of a row.
+    Ties go to the smaller key; NaN and -inf are never selected; rows are padded with -1.
     """
     keys = scores.shape[1]
     ranked = torch.where(scores.isnan(), -_INF, scores)
@@ -108,7 +108,7 @@ def index_topk(
 
 
 def index_replay(scores: Tensor, indices: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """The dense scores at given indices; -inf in a slot without a key."""
+    """The dense scores at given indices; -inf in invalid slots."""
     return _at_slots(scores, indices, _valid(indices, lengths, scores.shape[1]), -_INF)
 
 
@@ -122,7 +122,7 @@ def sparse_attention(
     sink: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, max_logits of attention over the key rows that `indices` names.
+    """out, lse, max_logits of attention over the key rows in `indices`.
 
     s_j = scale * q[t,h] . kv[i_j];  lse = log sum_j exp(s_j);
     out = sum_j exp(s_j) * kv[i_j][:v_dim] / (sum_j exp(s_j) + exp(sink[h])).
@@ -143,9 +143,9 @@ def sparse_attention(
     any_key = count.any(-1)  # [tokens, 1]
 
     s = scale * torch.einsum("thd,sd->ths", q, kv)
-    # A key that stands n times in a list counts n times: n * exp(s) = exp(s + log n).
+    # A key that appears n times in a list counts n times: n * exp(s) = exp(s + log n).
     logits = torch.where(count > 0, s + count.clamp(min=1).to(s.dtype).log(), -_INF)
-    logits = torch.where(any_key[..., None], logits, 0)  # no -inf - -inf in rows without keys
+    logits = torch.where(any_key[..., None], logits, 0)  # avoids -inf - -inf in rows without keys
     lse = logits.logsumexp(-1)
     p = torch.where(any_key[..., None], (logits - _total(lse, sink)[..., None]).exp(), 0)
     out = torch.einsum("ths,sc->thc", p, kv[:, :v_dim])
@@ -170,7 +170,7 @@ def index_target(
     lengths: Tensor | None = None,
     key_offset: int = 0,
 ) -> Tensor:
-    """target[t,j] = sum_h p[t,h,j]: what attention, whose lse is given, spends on a slot."""
+    """target[t,j] = sum_h p[t,h,j], the attention probabilities of the call that gave `lse`."""
     kv = kv[key_offset:]
     s = scale * torch.einsum("thd,sd->ths", q, kv)
     p = (s - _total(lse, sink)[..., None]).exp()
@@ -180,7 +180,7 @@ def index_target(
 def index_loss(
     scores: Tensor, target: Tensor, indices: Tensor, lengths: Tensor | None = None
 ) -> Tensor:
-    """loss[t] = KL(target / sum target || softmax(scores)) over the slots that hold a key."""
+    """loss[t] = KL(target / sum target || softmax(scores)) over the valid slots."""
     return _divergence(scores, target, _valid(indices, lengths))
 
 
@@ -197,7 +197,7 @@ def dense_index_loss(
     sink: Tensor | None = None,
     key_offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """loss of index_loss over the whole window instead of chosen slots, and the attention's lse."""
+    """index_loss over the whole window instead of selected slots, and the lse of attention."""
     window = _in_window(begin, end, len(index_k))
     with torch.no_grad():
         s = scale * torch.einsum("thd,sd->ths", q, kv[key_offset : key_offset + len(index_k)])
@@ -209,7 +209,7 @@ def dense_index_loss(
 
 
 def quantize_fp8(x: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    """values, scale: rows as e4m3 numbers times one fp32 scale each."""
+    """values, scale: rows quantised to e4m3 with one fp32 scale per row."""
     x = x.float()
     amax = torch.where(x.isfinite(), x.abs(), 0).amax(-1).clamp(min=1e-4)
     scale = amax / 448
@@ -243,7 +243,7 @@ def _total(lse: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def _divergence(scores: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-    """KL of a row over its valid entries; 0 for a row with fewer than two, or without a target."""
+    """KL of a row over its valid entries; 0 if there are fewer than two or the target is 0."""
     valid = valid & (scores != -_INF)
     target = torch.where(valid, target, 0)
     total = target.sum(1, keepdim=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows, and which pools of rows, of a packed batch every rank holds."""
+"""The rows, and the pools of rows, of a packed batch that each rank holds."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ def ratios_of(ratio: Ratios) -> tuple[int, ...]:
 
 
 def check_sharding(sharding: str, multiple: int) -> None:
-    """Packing's arguments, also where there are no ranks to split rows over."""
+    """Checks the arguments of Packing, which are validated without a group too."""
     one_of("Packing", "sharding", sharding, _lib.SHARDINGS)
     at_least("Packing", "multiple", multiple, 1)
 
 
 class Documents:
-    """The documents of a batch, on the host: reading them waits for a GPU that has them."""
+    """The documents of a batch, copied to the host, which synchronises with a GPU."""
 
     def __init__(self, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> None:
         self.device = cu_seqlens.device
@@ -41,19 +41,19 @@ class Documents:
 
     @property
     def end(self) -> int:
-        """Rows that the documents take."""
+        """The number of rows of all documents."""
         return max(int(self.offsets.flatten()[-1]), 0) if self.offsets.numel() else 0
 
     def check(self) -> None:
-        """The operator refuses what is no list of offsets, also where it makes no windows."""
+        """Lets the operator check the offsets; with 0 tokens it computes nothing."""
         torch.ops.winnow.key_windows(self.cu_seqlens, self._padded, None, 0)
 
     def pools(self, ratio: int) -> Tensor:
-        """[documents] int64: as many as fit into the real rows of each."""
+        """[documents] int64: the number of pools of each document."""
         return self.cu_seqlens.diff().long() // ratio
 
     def first_rows_of_pools(self, ratio: int) -> Tensor:
-        """[pools] int64, in the order of the documents."""
+        """[pools] int64: the first row of each pool, in the order of the documents."""
         pools = self.pools(ratio)
         begins = self.offsets[:-1].long().repeat_interleave(pools)
         first_pools = (pools.cumsum(0) - pools).repeat_interleave(pools)
@@ -61,7 +61,7 @@ class Documents:
 
 
 class Shards:
-    """The rows of a batch over the ranks of a group."""
+    """The rows of a batch, split over the ranks of a group."""
 
     def __init__(
         self, ranks: Ranks, documents: Documents, tokens: int, sharding: str, multiple: int
@@ -77,7 +77,7 @@ class Shards:
         self._layouts: dict[tuple[int, ...], Layout] = {}
 
     def layout(self, ratio: Ratios) -> Layout:
-        """Of rows (ratio 1), of pools, or with several ratios of one behind the other."""
+        """The layout of rows (ratio 1), of pools, or with several ratios of their concatenation."""
         ratios = ratios_of(ratio)
         if ratios not in self._layouts:
             kinds = [self._rows_of_ranks(r) for r in ratios]
@@ -91,11 +91,11 @@ class Shards:
         return self._layouts[ratios]
 
     def keys(self, ratio: int) -> int:
-        """How many rows (ratio 1) or pools all ranks have."""
+        """The number of rows (ratio 1) or pools of all ranks."""
         return self.tokens if ratio == 1 else int(self.documents.pools(ratio).sum())
 
     def _rows_of_ranks(self, ratio: int) -> tuple[Tensor, ...]:
-        """The rows, or the pools, of every rank."""
+        """The rows (ratio 1) or the pools of each rank."""
         if ratio == 1:
             return self.rows
         if ratio < 1 or self._multiple % ratio:

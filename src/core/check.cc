@@ -12,7 +12,7 @@
 namespace winnow {
 namespace {
 
-/// "bf16, f16 or f32"
+/// Formats a list of types: "bf16, f16 or f32".
 std::string list_of(DTypes dtypes) {
   std::vector<std::string_view> names;
   for (const DType dtype : dtypes) {
@@ -24,7 +24,7 @@ std::string list_of(DTypes dtypes) {
   return names.empty() ? std::string(last) : fmt::format("{} or {}", fmt::join(names, ", "), last);
 }
 
-/// Bytes from the first element to the end of the last one, or nothing where that passes 64 bits.
+/// Bytes from the first element to the end of the last one; nullopt where that overflows 64 bits.
 std::optional<std::int64_t> extent_bytes(const Tensor& tensor) {
   std::int64_t elements = 1;
   std::int64_t last = 0;
@@ -43,7 +43,7 @@ std::optional<std::int64_t> extent_bytes(const Tensor& tensor) {
   return bytes;
 }
 
-/// Whether two index tuples may name the same element. Exact for every layout that comes from
+/// Whether two index tuples may address the same element. Exact for every layout that comes from
 /// permuting, slicing and padding a contiguous array.
 bool overlaps_itself(const Tensor& tensor) {
   std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // stride, size
@@ -52,7 +52,7 @@ bool overlaps_itself(const Tensor& tensor) {
     if (tensor.shape[i] > 1) dims.emplace_back(tensor.stride[i], tensor.shape[i]);
   }
   std::sort(dims.begin(), dims.end());
-  std::int64_t reach = 0;  // of the dimensions with smaller strides
+  std::int64_t reach = 0;  // the largest offset within the dimensions of smaller stride
   for (const auto& [stride, size] : dims) {
     if (stride <= reach) return true;
     reach += stride * (size - 1);
@@ -115,7 +115,7 @@ void Check::check(const char* argument, const Tensor& tensor, Dims dims, DTypes 
     if (tensor.stride[i] < 0) refuse(refusal::negative_stride);
   }
   const std::optional<std::int64_t> bytes = extent_bytes(tensor);
-  // Without elements strides mean nothing: torch calls such a tensor contiguous whatever they are.
+  // The strides of an empty tensor are not checked: torch calls it contiguous whatever they are.
   if (rank > 0 && bytes != 0 && tensor.shape[rank - 1] > 1 && tensor.stride[rank - 1] != 1)
     refuse(refusal::inner_stride);
   if (!bytes) refuse(refusal::too_large);

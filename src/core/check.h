@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Check: the legality of a call, argument by argument, with one form of error text.
+// Check: validates the arguments of a call, one after another, with one form of error message.
 #pragma once
 
 #include <initializer_list>
@@ -17,22 +17,22 @@
 namespace winnow {
 
 using DTypes = std::initializer_list<DType>;
-using Dims =
-    std::initializer_list<const char*>;  // names; a dimension that is named twice has one size
+/// Names of dimensions. A name that appears twice in a call must have the same size both times.
+using Dims = std::initializer_list<const char*>;
 
-/// The element types of activations; f64 for gradient checks on the reference backend.
+/// The element types of activations. f64 is for gradient checks on the reference backend.
 inline constexpr DTypes kActivationTypes = {DType::bf16, DType::f16, DType::f32, DType::f64};
 
-/// What sums over activations of this type are kept in: lse, weights, scores, gradients that are
-/// added to.
+/// The type in which sums over activations are accumulated, and that of lse, weights, scores and
+/// gradients that are added to.
 inline DType accumulation_type(DType activation) {
   return activation == DType::f64 ? DType::f64 : DType::f32;
 }
 
-/// "cpu", "cuda:1"
+/// Formats a device: "cpu" or "cuda:1".
 std::string describe(Device device);
 
-/// Every function throws Error(invalid_argument) if the argument is not what it must be.
+/// Every function throws Error(invalid_argument) if the argument is not valid.
 class Check {
  public:
   explicit Check(std::string_view op) : op_(op) {}
@@ -42,24 +42,24 @@ class Check {
   void optional_input(const char* argument, const Tensor& tensor, Dims dims, DTypes dtypes);
   void optional_output(const char* argument, const Tensor& tensor, Dims dims, DTypes dtypes);
 
-  /// From here on every tensor has one more leading dimension of this name.
+  /// Expects one more leading dimension of this name on every tensor checked from here on.
   void set_leading_dim(std::optional<const char*> name) { leading_dim_ = name; }
 
-  /// The size of a dimension that some tensor has bound.
+  /// The size of a dimension that a tensor checked before has bound.
   std::int64_t dim(std::string_view name) const;
   void dim_in_range(std::string_view name, std::int64_t least, std::int64_t most) const;
   void dim_multiple_of(std::string_view name, std::int64_t factor) const;
 
-  /// A number or enum that is not a tensor.
+  /// Checks a number or an enum.
   void in_range(const char* argument, std::int64_t value, std::int64_t least,
                 std::int64_t most) const;
   void finite(const char* argument, double value) const;
 
-  /// The device of all tensors; a call without any tensor does not exist.
+  /// The common device of all tensors checked so far, of which there is at least one.
   Device device() const { return device_; }
   bool on_host() const { return device_.kind == DeviceKind::cpu; }
 
-  /// Throws "op: argument given: sentence". `sentence` is one of core/refusals.h.
+  /// Throws "op: argument given: sentence", where `sentence` comes from core/refusals.h.
   template <class... Values>
   [[noreturn]] void fail(std::string_view argument, std::string_view given, const char* sentence,
                          const Values&... values) const {
@@ -73,7 +73,7 @@ class Check {
     std::string_view name;
     std::int64_t size;
     const char* argument;
-    const Tensor* tensor;  // lives in the argument struct
+    const Tensor* tensor;  // owned by the argument struct
   };
 
   void check(const char* argument, const Tensor& tensor, Dims dims, DTypes dtypes);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Element types and their rounding; the top-k order. For host and device.
+// Element types with their rounding, and the order of top-k selection, for host and device code.
 #pragma once
 
 #include <bit>
@@ -27,8 +27,8 @@ struct Float8E4M3 {
 
 inline constexpr float kFloat8Max = 448;
 
-/// The float next to x, towards an odd mantissa if x lies between two. A later rounding to fewer
-/// bits is then as if made from x itself.
+/// Rounds x to float with round-to-odd: of the two neighbours of an inexact x it takes the one with
+/// the odd mantissa. Rounding the result to a narrower type then equals rounding x directly.
 inline float round_to_odd(double x) {
   const float nearest = static_cast<float>(x);
   if (!std::isfinite(nearest)) {
@@ -41,7 +41,7 @@ inline float round_to_odd(double x) {
   return std::bit_cast<float>(away ? bits + 1 : bits - 1);
 }
 
-/// Drops the low bits of an unsigned number, to nearest even.
+/// bits >> shift, rounded to nearest even.
 WINNOW_HOST_DEVICE constexpr std::uint32_t shift_right_rounding(std::uint32_t bits, int shift) {
   const std::uint32_t half = (std::uint32_t{1} << (shift - 1)) - 1;
   return (bits + half + ((bits >> shift) & 1u)) >> shift;
@@ -59,8 +59,8 @@ WINNOW_HOST_DEVICE inline BFloat16 to_bfloat16(float x) {
   return {static_cast<std::uint16_t>(shift_right_rounding(bits, 16))};
 }
 
-/// A small float format of `exponent_bits` and `mantissa_bits`, without its sign, from the bits of
-/// |x|. `overflow` is what a value past the largest finite `max` becomes.
+/// Rounds |x|, given by its fp32 bits, to a format of `exponent_bits` and `mantissa_bits`; returns
+/// the bits without a sign. A result above `max`, the largest finite value, becomes `overflow`.
 WINNOW_HOST_DEVICE constexpr std::uint32_t narrow(std::uint32_t magnitude, int exponent_bits,
                                                   int mantissa_bits, std::uint32_t max,
                                                   std::uint32_t overflow) {
@@ -71,7 +71,7 @@ WINNOW_HOST_DEVICE constexpr std::uint32_t narrow(std::uint32_t magnitude, int e
   if (exponent > 0) {
     const std::uint32_t rebiased = magnitude - (static_cast<std::uint32_t>(127 - bias) << 23);
     result = shift_right_rounding(rebiased, shift);
-  } else if (shift + 1 - exponent < 32) {  // a denormal of the small format
+  } else if (shift + 1 - exponent < 32) {  // denormal in the narrow format
     const std::uint32_t mantissa =
         (magnitude & 0x7fffffu) | (magnitude >> 23 != 0 ? 0x800000u : 0u);
     result = shift_right_rounding(mantissa, shift + 1 - exponent);
@@ -87,7 +87,7 @@ WINNOW_HOST_DEVICE inline Float16 to_float16(float x) {
   return {static_cast<std::uint16_t>(sign | narrow(magnitude, 5, 10, 0x7bffu, 0x7c00u))};
 }
 
-/// Saturates: e4m3 has no infinity.
+/// Saturates at kFloat8Max, since e4m3 has no infinity.
 WINNOW_HOST_DEVICE inline Float8E4M3 to_float8(float x) {
   const auto bits = std::bit_cast<std::uint32_t>(x);
   const std::uint32_t sign = (bits >> 24) & 0x80u;
@@ -124,7 +124,7 @@ inline double to_double(BFloat16 x) { return to_float(x); }
 inline double to_double(Float16 x) { return to_float(x); }
 inline double to_double(Float8E4M3 x) { return to_float(x); }
 
-/// From double with one rounding, to nearest even.
+/// Converts with a single rounding, to nearest even.
 template <class T>
 T from_double(double x);
 template <>
@@ -148,8 +148,8 @@ inline Float8E4M3 from_double<Float8E4M3>(double x) {
   return to_float8(round_to_odd(x));
 }
 
-/// The order of selection: larger score first, equal scores (+0 and -0 too) by smaller key row.
-/// NaN and -inf are never selected and do not come here.
+/// The order of top-k selection: larger scores first; equal scores (+0 equals -0) by smaller key
+/// index. Callers drop NaN and -inf beforehand, which are never selected.
 template <class Score>
 WINNOW_HOST_DEVICE constexpr bool selected_before(Score a_score, std::int32_t a_key, Score b_score,
                                                   std::int32_t b_key) {

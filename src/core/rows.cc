@@ -9,7 +9,7 @@
 namespace winnow {
 namespace {
 
-/// Calls use(T*) with the address of an element and its type.
+/// Calls use(T*) with a typed pointer to the element at `index`.
 template <class Use>
 void with_element(const Tensor& tensor, std::initializer_list<std::int64_t> index, const Use& use) {
   std::int64_t offset = 0;

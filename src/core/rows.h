@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of any floating element type, read and written as double.
+// Reads and writes rows of any floating-point type as double.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@
 
 namespace winnow {
 
-/// The row (last dimension) of `tensor` at the leading `index`.
+/// Reads the row (last dimension) of `tensor` at `index` of its leading dimensions.
 void read_row(const Tensor& tensor, std::initializer_list<std::int64_t> index,
               std::span<double> row);
-/// Rounds once, to nearest even.
+/// Writes such a row, rounding each element once, to nearest even.
 void write_row(const Tensor& tensor, std::initializer_list<std::int64_t> index,
                std::span<const double> row);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor's functions: making, naming, DLPack.
+// Functions on Tensor: construction, description for errors, conversion from DLPack.
 #include "winnow/tensor.h"
 
 #include <span>
@@ -13,7 +13,7 @@
 namespace winnow {
 namespace {
 
-// DLPack's codes, as its header defines them.
+// Type and device codes as defined in dlpack.h.
 constexpr std::int32_t kDLInt = 0, kDLFloat = 2, kDLBfloat = 4, kDLFloat8E4M3fn = 10;
 constexpr std::int32_t kDLCPU = 1, kDLCUDA = 2, kDLCUDAHost = 3;
 
@@ -29,7 +29,7 @@ Tensor tensor(void* data, DType dtype, std::initializer_list<std::int64_t> shape
   for (auto i = static_cast<std::int32_t>(shape.size()) - 1; i >= 0; --i) {
     view.shape[i] = std::data(shape)[i];
     view.stride[i] = contiguous;
-    // Wraps where it overflows: such a shape is refused when an op checks it.
+    // May wrap around: a shape that overflows is refused when an op checks it.
     contiguous = static_cast<std::int64_t>(static_cast<std::uint64_t>(contiguous) *
                                            static_cast<std::uint64_t>(view.shape[i]));
   }

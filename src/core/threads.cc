@@ -66,7 +66,7 @@ void parallel_for(const Execution& execution, std::int64_t count, std::size_t sc
     for (std::int64_t i = next++; i < count; i = next++) task(i, Scratch(begin, scratch_bytes));
   };
   if (lanes == 1) return run_lane(0);
-  // oneTBB prints a warning where an arena asks for more threads than the machine has.
+  // Capped, since oneTBB prints a warning if an arena asks for more threads than the machine has.
   const int workers = std::min(static_cast<int>(lanes), oneapi::tbb::info::default_concurrency());
   oneapi::tbb::task_arena arena(workers);
   arena.execute([&] {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// parallel_for for the CPU backends: independent tasks, each with scratch memory of its lane.
+// parallel_for for the CPU backends. Independent tasks are spread over lanes; a lane is a worker
+// with scratch memory of its own, so that tasks allocate nothing.
 #pragma once
 
 #include <algorithm>
@@ -13,15 +14,15 @@
 
 namespace winnow {
 
-/// Threads that a call uses: as asked, or all of the machine's.
+/// Number of threads that a call uses: execution.threads, or by default all of the machine.
 int thread_count(const Execution& execution);
 
-/// Hands out pieces of one block of memory, each aligned for vector loads.
+/// A bump allocator over one block of memory; what it hands out is aligned for vector loads.
 class Scratch {
  public:
   static constexpr std::size_t kAlignment = 64;
-  /// What `count` elements of T take of a Scratch; past 2^60 it stays there, so that sums of some
-  /// such sizes are over every limit and do not wrap around.
+  /// Bytes that `count` elements of T occupy in a Scratch. Saturates at 2^60, so that sums of such
+  /// sizes exceed every limit instead of wrapping around.
   template <class T>
   static constexpr std::size_t bytes(std::int64_t count) {
     constexpr std::size_t kMost = std::size_t{1} << 60;
@@ -42,15 +43,15 @@ class Scratch {
   std::size_t left_;
 };
 
-/// Lanes that work at once: one a thread, as many as have scratch within the workspace limit, at
-/// least one.
+/// Number of lanes that run at once: one per thread, but no more than have their scratch within the
+/// workspace limit, and at least one.
 int lane_count(const Execution& execution, std::size_t scratch_bytes);
 
-/// The caller's workspace, or `bytes` of host memory for the time of a call.
+/// The caller's workspace, or, without one, `bytes` of host memory allocated for one call.
 class HostWorkspace {
  public:
   HostWorkspace(const Execution& execution, std::size_t bytes);
-  /// As given, with a workspace.
+  /// The given Execution, with a workspace set.
   const Execution& execution() const { return execution_; }
 
  private:
@@ -61,9 +62,9 @@ class HostWorkspace {
   Execution execution_;
 };
 
-/// Calls task(i, scratch) for i in [0, count), on as many lanes as have scratch_bytes each in
-/// execution.workspace. The scratch is the lane's, with what an earlier task left in it. Tasks run
-/// in any order; an exception of one ends the call.
+/// Calls task(i, scratch) for i in [0, count), on as many lanes as execution.workspace has room for
+/// at scratch_bytes each. Tasks run in any order. The scratch belongs to the lane and is not
+/// initialised: it holds what an earlier task left. An exception in a task ends the call.
 void parallel_for(const Execution& execution, std::int64_t count, std::size_t scratch_bytes,
                   const std::function<void(std::int64_t, Scratch)>& task);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// View<T, rank>: typed indexing of a Tensor that has been checked.
+// View<T, rank>: typed element access to a Tensor whose type and rank have been checked.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ namespace winnow {
 template <class T, int rank>
 class View {
  public:
-  /// An absent tensor gives an empty view that converts to false.
+  /// An absent tensor gives an empty view, which converts to false.
   explicit View(const Tensor& tensor)
       : data_(static_cast<T*>(tensor.data)), present_(bool(tensor)) {
     assert(!present_ || tensor.rank == rank);
@@ -36,7 +36,7 @@ class View {
   std::array<std::int64_t, rank> stride_{};
 };
 
-/// Slice `index` of the leading dimension; an absent tensor stays absent.
+/// tensor[index] along the leading dimension; an absent tensor stays absent.
 inline Tensor slice(Tensor tensor, std::int64_t index) {
   if (!tensor) return tensor;
   assert(tensor.rank >= 1);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sizes of a call of sparse attention, and how its heads are grouped.
+// The sizes of a sparse attention call, and how its heads are split into groups.
 #pragma once
 
 #include <algorithm>
@@ -24,29 +24,29 @@ struct HeadRange {
   std::int64_t begin, count;
 };
 
-/// Heads in groups of nearly equal size, each a multiple of a vector but for the last. The grouping
-/// depends on heads and dimensions alone, so that a row's bits do too.
+/// Splits the heads into groups of nearly equal size, all but the last a multiple of kVector. The
+/// split depends on heads and dimensions alone, so that results do not depend on anything else.
 class HeadGroups {
  public:
-  /// A group has at most `most_heads`, and fewer where heads * qk_dim would pass most_heads * 576,
-  /// but at least a vector's.
-  HeadGroups(std::int64_t heads, std::int64_t qk_dim, std::int64_t most_heads) : heads_(heads) {
-    const std::int64_t most = std::min(most_heads, most_heads * 576 / qk_dim);
-    const std::int64_t fitting = std::max<std::int64_t>(most / kVector, 1) * kVector;
+  /// A group has at most `max_heads` heads, fewer if qk_dim exceeds 576 so that heads * qk_dim
+  /// stays below max_heads * 576, and at least kVector.
+  HeadGroups(std::int64_t heads, std::int64_t qk_dim, std::int64_t max_heads) : heads_(heads) {
+    const std::int64_t limit = std::min(max_heads, max_heads * 576 / qk_dim);
+    const std::int64_t fitting = std::max<std::int64_t>(limit / kVector, 1) * kVector;
     const std::int64_t groups = ceil_div(heads, fitting);
-    most_ = ceil_div(ceil_div(heads, groups), kVector) * kVector;
+    max_size_ = ceil_div(ceil_div(heads, groups), kVector) * kVector;
   }
 
-  std::int64_t count() const { return ceil_div(heads_, most_); }
-  std::int64_t most() const { return std::min(most_, heads_); }
+  std::int64_t count() const { return ceil_div(heads_, max_size_); }
+  std::int64_t max_size() const { return std::min(max_size_, heads_); }
   HeadRange operator[](std::int64_t i) const {
-    return {i * most_, std::min(most_, heads_ - i * most_)};
+    return {i * max_size_, std::min(max_size_, heads_ - i * max_size_)};
   }
 
  private:
-  static constexpr std::int64_t kVector = 16;
+  static constexpr std::int64_t kVector = 16;  // floats in the widest vector
   std::int64_t heads_;
-  std::int64_t most_;
+  std::int64_t max_size_;
 };
 
 }  // namespace winnow::cpu

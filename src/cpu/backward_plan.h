@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How sparse attention backward divides its work, and the memory that this takes.
+// How sparse attention backward partitions its work, and the workspace that it needs.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,14 @@
 
 namespace winnow::cpu {
 
-/// What the first pass leaves for the second, for some query rows and a group of heads. A record is
-/// one key of one row: p of all heads, then scale * dS of all heads, each padded to head_padding.
+/// What the first pass saves for the second, for a chunk of query rows and a group of heads. A
+/// record belongs to one key of one row: p of all heads, then scale * dS of all heads, each padded
+/// to head_padding.
 struct Records {
   static constexpr std::int64_t head_padding(std::int64_t heads) {
     return ceil_div(heads, 16) * 16;
   }
-  /// Floats from one record to the next: an odd number of cache lines, as in padded_stride.
+  /// Distance between records in floats: an odd number of cache lines, as in padded_stride.
   static constexpr std::int64_t stride(std::int64_t heads) { return 2 * head_padding(heads) + 16; }
 
   static std::size_t bytes(std::int64_t rows, std::int64_t topk, std::int64_t heads) {
@@ -40,16 +41,16 @@ struct Records {
   std::int32_t* keys_of(std::int64_t row) const { return keys + row * topk; }
 
   std::int64_t topk;
-  std::int64_t heads;    // of the group
+  std::int64_t heads;    // in the group
   float* values;         // [rows, topk, stride]
-  std::int32_t* keys;    // [rows, topk]   ascending; `counts` of them
+  std::int32_t* keys;    // [rows, topk]   ascending, the first `counts` of each row
   std::int64_t* counts;  // [rows]
-  double* sink_terms;    // [rows, heads]  what the row adds to d_sink
+  double* sink_terms;    // [rows, heads]  the row's contribution to d_sink
 };
 
-/// Scratch of a lane in the first pass, which goes by query rows.
+/// Scratch of a lane in the first pass, whose tasks are query rows.
 struct QueryPass {
-  /// Keys that are gathered at once.
+  /// Number of keys that are gathered at once.
   static constexpr std::int64_t kBlockKeys = 96;
 
   static std::size_t bytes(const AttentionSizes& n, std::int64_t heads) {
@@ -73,14 +74,14 @@ struct QueryPass {
   float* d_out;    // [v_dim, heads]
   float* keys;     // [kBlockKeys, qk_dim]
   float* d_q;      // [heads, qk_dim]
-  float* log_sum;  // [heads]  L
+  float* log_sum;  // [heads]  L of the formulas
   float* lse;      // [heads]
   float* delta;    // [heads]
   float* d_lse;    // [heads]
 };
 
-/// Scratch of a lane in the second pass, which goes by ranges of keys: d_out above q, so that one
-/// product with a record gives the whole of its d_kv.
+/// Scratch of a lane in the second pass, whose tasks are ranges of keys. d_out is stacked on top of
+/// q, so that one product with a record (p, dS) gives its complete d_kv.
 struct KeyPass {
   static std::size_t bytes(const AttentionSizes& n, std::int64_t heads) {
     return Scratch::bytes<float>(2 * Records::head_padding(heads) * padded_stride(n.qk_dim));
@@ -92,35 +93,35 @@ struct KeyPass {
   float* d_out_and_q;  // [2, head_padding, qk_dim]
 };
 
-/// Groups of heads, and how many query rows are recorded before the second pass takes them up. The
-/// groups depend on shapes and the limit alone: the order of d_kv's sums is that of groups, then of
-/// query rows, whatever the number of lanes and recorded rows.
+/// Chooses the groups of heads and how many query rows (a chunk) the first pass records before the
+/// second pass runs. The groups depend on shapes and the workspace limit alone. d_kv is summed over
+/// groups, then over query rows, so the number of lanes and the chunk size change no bit.
 class BackwardPlan {
  public:
   BackwardPlan(const AttentionSizes& n, const Execution& execution)
       : n_(n), groups_(choose_groups(n, execution.workspace_limit)) {
-    // Enough rows that lanes seldom wait for the last of them, few enough to stay in a large cache.
+    // Enough rows to balance the lanes, few enough for the records to stay in L3.
     constexpr std::size_t kRowsPerLane = 16;
     const std::size_t limit = execution.workspace_limit;
-    const std::size_t row = Records::bytes(1, n.topk, groups_.most());
+    const std::size_t row = Records::bytes(1, n.topk, groups_.max_size());
     const auto threads = static_cast<std::size_t>(thread_count(execution));
-    const auto most_rows = static_cast<std::size_t>(std::max<std::int64_t>(n.tokens, 1));
-    lane_bytes_ = lane_bytes(n, groups_.most());
-    const std::size_t fixed = least_bytes(n, groups_.most()) - lane_bytes_;
+    const auto max_rows = static_cast<std::size_t>(std::max<std::int64_t>(n.tokens, 1));
+    lane_bytes_ = lane_bytes(n, groups_.max_size());
+    const std::size_t fixed = min_bytes(n, groups_.max_size()) - lane_bytes_;
     lanes_ = std::clamp<std::size_t>((limit - std::min(limit, fixed)) / lane_bytes_, 1, threads);
     const std::size_t others = lanes_ * lane_bytes_ + (fixed - row);
     const std::size_t fitting = (limit - std::min(limit, others)) / row;
     rows_ = static_cast<std::int64_t>(
-        std::clamp<std::size_t>(std::min(fitting, kRowsPerLane * lanes_), 1, most_rows));
+        std::clamp<std::size_t>(std::min(fitting, kRowsPerLane * lanes_), 1, max_rows));
   }
 
-  /// What a call takes at the least.
-  static std::size_t least_bytes(const AttentionSizes& n) {
-    return least_bytes(n, HeadGroups(n.heads, n.qk_dim, 0).most());
+  /// The smallest workspace in which a call can run.
+  static std::size_t min_bytes(const AttentionSizes& n) {
+    return min_bytes(n, HeadGroups(n.heads, n.qk_dim, 0).max_size());
   }
-  /// Of the sums of d_sink and the records.
+  /// Bytes shared by all lanes: the accumulator of d_sink and the records.
   std::size_t shared_bytes() const {
-    return Scratch::bytes<double>(n_.heads) + Records::bytes(rows_, n_.topk, groups_.most());
+    return Scratch::bytes<double>(n_.heads) + Records::bytes(rows_, n_.topk, groups_.max_size());
   }
   std::size_t bytes() const { return shared_bytes() + lanes_ * lane_bytes_; }
 
@@ -133,17 +134,17 @@ class BackwardPlan {
   static std::size_t lane_bytes(const AttentionSizes& n, std::int64_t heads) {
     return std::max(QueryPass::bytes(n, heads), KeyPass::bytes(n, heads));
   }
-  static std::size_t least_bytes(const AttentionSizes& n, std::int64_t heads) {
+  static std::size_t min_bytes(const AttentionSizes& n, std::int64_t heads) {
     return Scratch::bytes<double>(n.heads) + Records::bytes(1, n.topk, heads) +
            lane_bytes(n, heads);
   }
-  /// The largest groups whose matrices stay in the second cache and that fit into the limit.
+  /// The largest groups whose matrices stay in L2 and that fit into the workspace limit.
   static HeadGroups choose_groups(const AttentionSizes& n, std::size_t limit) {
-    std::int64_t most_heads = 64;
-    HeadGroups groups(n.heads, n.qk_dim, most_heads);
-    while (most_heads > 0 && least_bytes(n, groups.most()) > limit) {
-      most_heads /= 2;
-      groups = HeadGroups(n.heads, n.qk_dim, most_heads);
+    std::int64_t max_heads = 64;
+    HeadGroups groups(n.heads, n.qk_dim, max_heads);
+    while (max_heads > 0 && min_bytes(n, groups.max_size()) > limit) {
+      max_heads /= 2;
+      groups = HeadGroups(n.heads, n.qk_dim, max_heads);
     }
     return groups;
   }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warm-up loss: the indexer against dense attention over every row's window.
+// The indexer's warm-up loss: its scores against dense attention over the window of each query row.
 //
-// A task is one query row and goes through its window in blocks of keys. Attention's products are
-// made once where those of a whole window fit into the workspace, else a second time when lse is
-// known. Backward turns some rows' windows into index lists with d_scores and leaves the rest to
-// index_gradient.
+// A task is one query row and goes through its window in blocks of keys. The attention logits are
+// computed once if those of a whole window fit into the workspace, else recomputed once lse is
+// known. Backward turns the windows of a chunk of rows into index lists with d_scores, for which
+// index_gradient computes the gradients.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -32,10 +32,10 @@
 #define WINNOW_CPU_DENSE_INDEX_LOSS_CC_
 namespace winnow::cpu {
 
-/// Sizes of one query row's task.
+/// Sizes of the task of one query row.
 struct DenseRowPlan {
   RowProductsPlan attention, index;
-  std::int64_t keys;  // of the longest window that there can be
+  std::int64_t keys;  // upper bound of the window length
 
   template <class Args>
   DenseRowPlan(const Args& args, std::int64_t kept_keys)
@@ -48,13 +48,14 @@ struct DenseRowPlan {
   }
 };
 
-/// Keeps a whole window's products where all lanes have room for it.
+/// Keeps the products of whole windows if half of the workspace limit has room for them on every
+/// lane.
 template <class Args>
 DenseRowPlan plan_dense_row(const Args& args, const Execution& execution) {
   const DenseRowPlan keeps_all(args, args.index_k.shape[0]);
-  const std::size_t lanes_bytes =
+  const std::size_t all_lanes_bytes =
       keeps_all.bytes() * static_cast<std::size_t>(thread_count(execution));
-  return lanes_bytes <= execution.workspace_limit / 2 ? keeps_all : DenseRowPlan(args, 0);
+  return all_lanes_bytes <= execution.workspace_limit / 2 ? keeps_all : DenseRowPlan(args, 0);
 }
 
 }  // namespace winnow::cpu
@@ -63,45 +64,45 @@ DenseRowPlan plan_dense_row(const Args& args, const Execution& execution) {
 HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 
-/// log-sum-exp of every head, block by block: fp32 within a block, double between them.
-class HeadSums {
+/// Online log-sum-exp of every head: fp32 within a block of keys, double across blocks.
+class OnlineLogSumExp {
  public:
-  HeadSums(const RowProductsPlan& plan, Scratch& scratch)
+  OnlineLogSumExp(const RowProductsPlan& plan, Scratch& scratch)
       : heads_(plan.heads),
-        most_(scratch.take<float>(plan.head_stride)),
-        sums_(scratch.take<double>(plan.head_stride)) {
-    std::fill(most_.begin(), most_.end(), -std::numeric_limits<float>::infinity());
-    std::fill(sums_.begin(), sums_.end(), 0.0);
+        max_(scratch.take<float>(plan.head_stride)),
+        exp_sums_(scratch.take<double>(plan.head_stride)) {
+    std::fill(max_.begin(), max_.end(), -std::numeric_limits<float>::infinity());
+    std::fill(exp_sums_.begin(), exp_sums_.end(), 0.0);
   }
 
   void add(const RowProducts& products, std::int64_t first, std::int64_t count, float scale) {
     const FloatTag d;
     const auto factor = hn::Set(d, scale);
     for (std::int64_t h = 0; h < heads_; h += kLanes) {
-      const auto before = hn::LoadU(d, most_.data() + h);
-      auto most = before;
+      const auto old_max = hn::LoadU(d, max_.data() + h);
+      auto new_max = old_max;
       for (std::int64_t i = 0; i < count; ++i) {
         const auto logit = hn::Mul(factor, products.at(first + i, h));
-        most = hn::IfThenElse(hn::Gt(logit, most), logit, most);
+        new_max = hn::IfThenElse(hn::Gt(logit, new_max), logit, new_max);
       }
-      const auto base = finite_or_zero(most);
+      const auto base = finite_or_zero(new_max);
       auto sum = hn::Zero(d);
       for (std::int64_t i = 0; i < count; ++i)
         sum = hn::Add(sum, exp(d, hn::Sub(hn::Mul(factor, products.at(first + i, h)), base)));
       HWY_ALIGN float added[kLanes], rescale[kLanes];
       hn::Store(sum, d, added);
-      hn::Store(exp(d, hn::Sub(finite_or_zero(before), base)), d, rescale);
+      hn::Store(exp(d, hn::Sub(finite_or_zero(old_max), base)), d, rescale);
       for (std::int64_t i = 0; i < kLanes; ++i) {
-        // Nothing was summed yet where the largest was -inf, so that its rescaling does not matter.
-        const double kept = sums_[h + i] == 0 ? 0 : sums_[h + i] * rescale[i];
-        sums_[h + i] = kept + added[i];
+        // With an old maximum of -inf the sum is still 0, and rescale[i] must not be used.
+        const double kept = exp_sums_[h + i] == 0 ? 0 : exp_sums_[h + i] * rescale[i];
+        exp_sums_[h + i] = kept + added[i];
       }
-      hn::StoreU(most, d, most_.data() + h);
+      hn::StoreU(new_max, d, max_.data() + h);
     }
   }
   float lse(std::int64_t h) const {
-    if (std::isinf(most_[h])) return most_[h];
-    return static_cast<float>(most_[h] + std::log(sums_[h]));
+    if (std::isinf(max_[h])) return max_[h];
+    return static_cast<float>(max_[h] + std::log(exp_sums_[h]));
   }
 
  private:
@@ -111,11 +112,11 @@ class HeadSums {
     return hn::IfThenZeroElse(hn::Eq(hn::Abs(x), infinity), x);
   }
   std::int64_t heads_;
-  std::span<float> most_;
-  std::span<double> sums_;
+  std::span<float> max_;
+  std::span<double> exp_sums_;
 };
 
-/// Both sides of one query row over its window: scores of the indexer, target of attention.
+/// One query row over its window: the scores of the indexer and the target from dense attention.
 template <class Args>
 class DenseRow {
  public:
@@ -138,7 +139,7 @@ class DenseRow {
   std::int64_t size() const { return size_; }
 
   void compute_lse(float* lse, Scratch& scratch) {
-    HeadSums sums(attention_.plan(), scratch);
+    OnlineLogSumExp sums(attention_.plan(), scratch);
     for_blocks([&](std::int64_t first, std::int64_t count) {
       sums.add(attention_, multiply(first, count), count, args_.scale);
     });
@@ -146,15 +147,15 @@ class DenseRow {
     has_products_ = keeps_products_;
   }
 
-  /// The divergence of the row, given lse, and its gradient for every key of the window.
+  /// Returns the KL divergence of the row, given lse, and writes its gradient for every key.
   float divergence_and_gradient(float* d_scores) {
     load_log_sums(args_.lse, args_.sink, t_, attention_);
     for_blocks([&](std::int64_t first, std::int64_t count) {
-      const std::int64_t place = has_products_ ? first : multiply(first, count);
+      const std::int64_t first_kept = has_products_ ? first : multiply(first, count);
       index_.multiply_range(args_.index_k, begin_ + first, count, 0);
       for (std::int64_t i = 0; i < count; ++i) {
-        target_[first + i] = target_of(attention_, place + i, args_.scale);
-        scores_[first + i] = score_of(index_, i);
+        target_[first + i] = target_of_key(attention_, first_kept + i, args_.scale);
+        scores_[first + i] = score_of_key(index_, i);
       }
     });
     return divergence(scores_.first(static_cast<std::size_t>(size_)), target_.data(), d_scores);
@@ -166,11 +167,11 @@ class DenseRow {
     for (std::int64_t first = 0; first < size_; first += kKeyBlock)
       use(first, std::min(kKeyBlock, size_ - first));
   }
-  /// Attention's products with some keys of the window; returns where they are kept.
+  /// Multiplies q with keys of the window; returns the index of the first kept product.
   std::int64_t multiply(std::int64_t first, std::int64_t count) {
-    const std::int64_t place = keeps_products_ ? first : 0;
-    attention_.multiply_range(args_.kv, args_.key_offset + begin_ + first, count, place);
-    return place;
+    const std::int64_t first_kept = keeps_products_ ? first : 0;
+    attention_.multiply_range(args_.kv, args_.key_offset + begin_ + first, count, first_kept);
+    return first_kept;
   }
 
   const Args& args_;
@@ -189,8 +190,8 @@ void dense_forward_row(const DenseIndexLossForward& args, const DenseRowPlan& pl
   View<float, 1>(args.loss)(t) = row.divergence_and_gradient(d_scores.data());
 }
 
-/// Writes row t as a list of keys, their d_scores, and its length. A key without a gradient is left
-/// out, so that d_loss of a row without loss touches nothing.
+/// Writes row t as an index list with d_scores and its length. A key whose gradient is 0 gets the
+/// index -1, so that a NaN in d_loss does not reach a row without loss.
 void dense_gradient_row(const DenseIndexLossBackward& args, const DenseRowPlan& plan,
                         std::int64_t t, std::int32_t* indices, float* d_scores,
                         std::int32_t* length, Scratch scratch) {
@@ -211,12 +212,12 @@ HWY_AFTER_NAMESPACE();
 namespace winnow::cpu {
 namespace {
 
-/// Backward works on some query rows at a time.
+/// Backward works on a chunk of query rows at a time.
 struct DenseBackwardPlan {
-  std::int64_t width;  // of the index lists
-  std::int64_t rows = 1;
+  std::int64_t width;     // slots of an index list
+  std::int64_t rows = 1;  // in a chunk
   DenseRowPlan row;
-  std::size_t least_bytes;  // what any limit must leave room for
+  std::size_t min_bytes;  // the smallest workspace limit that suffices
 
   DenseBackwardPlan(const DenseIndexLossBackward& args, const Execution& execution);
 
@@ -227,7 +228,7 @@ struct DenseBackwardPlan {
   std::size_t list_bytes() const { return static_cast<std::size_t>(rows) * row_bytes(); }
 };
 
-/// The lists of one chunk of rows, in the workspace, as the arguments of index_gradient.
+/// The arguments of index_gradient for one chunk of rows, with the index lists in the workspace.
 IndexTopkBackward chunk_of(const DenseIndexLossBackward& args, const DenseBackwardPlan& plan,
                            const Tensor& d_index_k, std::int64_t first, std::int64_t rows,
                            Scratch lists) {
@@ -254,8 +255,8 @@ IndexTopkBackward chunk_of(const DenseIndexLossBackward& args, const DenseBackwa
   return chunk;
 }
 
-/// What is left for the lanes, or for index_gradient, behind the lists.
-Execution behind_lists(Execution execution, const DenseBackwardPlan& plan) {
+/// The workspace that remains for the lanes, or for index_gradient, after the lists.
+Execution after_lists(Execution execution, const DenseBackwardPlan& plan) {
   const std::size_t bytes = plan.list_bytes();
   execution.workspace_limit -= std::min(execution.workspace_limit, bytes);
   if (execution.workspace != nullptr) {
@@ -277,8 +278,8 @@ DenseBackwardPlan::DenseBackwardPlan(const DenseIndexLossBackward& args, const E
     : width(std::max<std::int64_t>(args.index_k.shape[0], 1)),
       row(plan_dense_row(args, execution)) {
   const std::size_t others =
-      std::max(DenseRowPlan(args, 0).bytes(), gradient_plan(args, *this, execution).least_bytes);
-  least_bytes = row_bytes() + others;
+      std::max(DenseRowPlan(args, 0).bytes(), gradient_plan(args, *this, execution).min_bytes);
+  min_bytes = row_bytes() + others;
   const std::size_t limit = execution.workspace_limit;
   const std::size_t for_lists = std::min(limit / 4, limit - std::min(limit, others));
   rows = std::clamp<std::int64_t>(static_cast<std::int64_t>(for_lists / row_bytes()), 1,
@@ -309,12 +310,12 @@ void run(const DenseIndexLossForward& args, const Execution& execution) {
 
 std::string why_not(const DenseIndexLossBackward& args, const Execution& execution) {
   if (args.q.dtype == DType::f64) return refusal::no_f64;
-  return over_limit(DenseBackwardPlan(args, execution).least_bytes, execution);
+  return over_limit(DenseBackwardPlan(args, execution).min_bytes, execution);
 }
 
 std::size_t workspace_bytes(const DenseIndexLossBackward& args, const Execution& execution) {
   const DenseBackwardPlan plan(args, execution);
-  const Execution rest = behind_lists(execution, plan);
+  const Execution rest = after_lists(execution, plan);
   const std::size_t lane = plan.row.bytes();
   return KeySums::bytes(args.d_index_k) + plan.list_bytes() +
          std::max(lane * static_cast<std::size_t>(lane_count(rest, lane)),
@@ -324,7 +325,7 @@ std::size_t workspace_bytes(const DenseIndexLossBackward& args, const Execution&
 void run(const DenseIndexLossBackward& args, const Execution& execution) {
   const DenseBackwardPlan plan(args, execution);
   const KeySums d_index_k(args.d_index_k, execution);
-  const Execution rest = behind_lists(d_index_k.rest, plan);
+  const Execution rest = after_lists(d_index_k.rest, plan);
   const IndexGradientPlan gradient = gradient_plan(args, plan, rest);
   const std::int64_t tokens = args.q.shape[0];
   for (std::int64_t first = 0; first < tokens; first += plan.rows) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a row stands in its packed document, by binary search.
+// Locates a row within its packed document by binary search.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,10 @@ namespace winnow::cpu {
 
 struct RowPlace {
   bool in_document = false;
-  std::int64_t document_begin = 0;  // its first row
-  std::int64_t real_length = 0;     // its real rows; those behind are padding
-  std::int64_t position = 0;        // of this row in it
-  std::int64_t pool_begin = 0;      // its first pool entry, where there are pools
+  std::int64_t document_begin = 0;  // first row of the document
+  std::int64_t real_length = 0;     // its rows without the padding at its end
+  std::int64_t position = 0;        // of this row within the document
+  std::int64_t pool_begin = 0;      // first pool entry of the document, if there are pools
 };
 
 class Documents {
@@ -24,7 +24,8 @@ class Documents {
     return Scratch::bytes<std::int32_t>(cu_seqlens.shape[0]);
   }
 
-  /// ratio: rows per pool entry; 0: no pools. The workspace holds what `bytes` says.
+  /// `ratio` is the number of rows per pool entry; 0 means no pools. The workspace of `execution`
+  /// has at least `bytes`.
   Documents(const Tensor& cu_seqlens, const Tensor& cu_seqlens_padded, const Tensor& query_rows,
             std::int32_t ratio, const Execution& execution)
       : real_(cu_seqlens),
@@ -40,15 +41,15 @@ class Documents {
     }
   }
 
-  /// The global row of query t; -1: none.
+  /// The global row of query t, or -1 if it has none.
   std::int64_t row(std::int64_t t) const { return query_rows_ ? query_rows_(t) : t; }
 
   RowPlace place(std::int64_t row) const {
     if (row < 0 || row >= padded_(count_)) return {};
-    std::int64_t i = 0;  // the last document that begins at or before the row: skips empty ones
-    for (std::int64_t behind = count_; behind - i > 1;) {
-      const std::int64_t middle = i + (behind - i) / 2;
-      (padded_(middle) <= row ? i : behind) = middle;
+    std::int64_t i = 0;  // becomes the last document that begins at or before the row
+    for (std::int64_t end = count_; end - i > 1;) {
+      const std::int64_t middle = i + (end - i) / 2;
+      (padded_(middle) <= row ? i : end) = middle;
     }
     return {true, padded_(i), real_(i + 1) - real_(i), row - padded_(i), pool_begins_[i]};
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// exp of a vector of floats, to about one unit in the last place.
+// exp of a vector of floats, accurate to about 1 ulp. Included once per SIMD target.
 #include <cstdint>
 #include <limits>
 
@@ -18,15 +18,16 @@ HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// 0 where the result would be below 2^-125; NaN stays NaN.
+/// exp(x), flushed to 0 where it would be below 2^-125. NaN stays NaN.
 template <class D>
 HWY_INLINE hn::Vec<D> exp(D d, hn::Vec<D> x) {
-  // x = n log 2 + r, |r| <= log(2) / 2. The product of n and the upper part of log 2 is exact.
+  // Range reduction: x = n log 2 + r with |r| <= log(2) / 2. log 2 is split in two, so that the
+  // product of n with its upper part is exact.
   const auto n = hn::Round(hn::Mul(x, hn::Set(d, 1.44269504f)));
   auto r = hn::NegMulAdd(n, hn::Set(d, 0x1.62e4p-1f), x);
   r = hn::NegMulAdd(n, hn::Set(d, 0x1.7f7d1cp-20f), r);
 
-  // The series of exp(r), of which the next term is below 2^-27.
+  // Taylor series of exp(r); the first omitted term is below 2^-27.
   auto y = hn::MulAdd(r, hn::Set(d, 1.0f / 5040), hn::Set(d, 1.0f / 720));
   y = hn::MulAdd(r, y, hn::Set(d, 1.0f / 120));
   y = hn::MulAdd(r, y, hn::Set(d, 1.0f / 24));
@@ -34,7 +35,7 @@ HWY_INLINE hn::Vec<D> exp(D d, hn::Vec<D> x) {
   y = hn::MulAdd(r, y, hn::Set(d, 0.5f));
   y = hn::MulAdd(hn::Mul(r, r), y, hn::Add(r, hn::Set(d, 1.0f)));
 
-  // 2 * 2^(n - 1), since 2^128 is no float.
+  // Scales by 2 * 2^(n - 1), since 2^128 is not a float.
   const hn::RebindToSigned<D> i32;
   const auto exponent = hn::Add(hn::ConvertTo(i32, n), hn::Set(i32, 126));
   const auto power = hn::BitCast(d, hn::ShiftLeft<23>(exponent));

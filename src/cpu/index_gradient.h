@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of the indexer's scores, for index_topk and for dense_index_loss.
+// The gradients through the indexer's scores, for index_topk and dense_index_loss.
 #pragma once
 
 #include <cstddef>
@@ -9,42 +9,42 @@
 
 namespace winnow::cpu {
 
-/// How a call of index_gradient goes about it, within the limit of `execution`.
+/// How index_gradient partitions its work within the workspace limit of `execution`.
 struct IndexGradientPlan {
   IndexGradientPlan(const IndexTopkBackward& args, const Execution& execution);
 
   std::int64_t heads, dim, topk;
-  std::int64_t row_stride;   // of widened rows of `dim`
-  std::int64_t head_stride;  // of rows of `heads`
-  std::int64_t sign_bytes;   // of one slot
+  std::int64_t row_stride;   // of fp32 rows of `dim` channels
+  std::int64_t head_stride;  // of rows of `heads` values
+  std::int64_t sign_bytes;   // bytes of the sign bits of one slot
   int range_shift;           // a range has 2^range_shift keys
   std::int64_t ranges;
-  std::int64_t chunk_rows;  // query rows for which notes are kept at a time
-  std::size_t note_bytes;   // of one query row
+  std::int64_t chunk_rows;   // query rows that are recorded at a time
+  std::size_t record_bytes;  // of one query row
   std::size_t lane_bytes;
-  std::size_t least_bytes;  // what any limit must leave room for
-  std::size_t bytes;        // of workspace
+  std::size_t min_bytes;  // the smallest workspace limit that suffices
+  std::size_t bytes;      // of the whole workspace
 };
 
-/// index_topk_backward where args.d_k is fp32, and is added to. A key's sum runs over the query
-/// rows in their order, one after another onto what d_k holds, so that neither threads nor a cut of
-/// the rows into several calls change a bit of it.
+/// index_topk_backward for a d_k of fp32, which is added to. Each key is summed in the order of the
+/// query rows, starting from what d_k holds, so that neither the number of threads nor a split of
+/// the rows over several calls changes a bit.
 void index_gradient(const IndexTopkBackward& args, const IndexGradientPlan& plan,
                     const Execution& execution);
 
-/// The fp32 tensor in which gradients of keys are summed: the caller's, to which they are added,
-/// or, behind one of bf16 or f16, a copy at the beginning of the workspace.
+/// The fp32 accumulator of the gradients of keys: the caller's tensor if that is fp32, else zeroed
+/// memory at the beginning of the workspace, which finish() rounds to the caller's bf16 or f16.
 class KeySums {
  public:
-  /// Of the copy. It comes on top of the workspace limit.
+  /// Bytes of that memory, which the workspace limit does not count.
   static std::size_t bytes(const Tensor& d_keys);
 
   KeySums(const Tensor& d_keys, const Execution& execution);
-  /// Rounds a copy to the caller's tensor.
+  /// Rounds the accumulator to the caller's tensor, unless it is that tensor.
   void finish() const;
 
   Tensor sums;
-  Execution rest;  // with the workspace behind the copy
+  Execution rest;  // with the workspace that remains after the accumulator
 
  private:
   Tensor d_keys_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The indexer's target, and the KL divergence against it over the selected slots.
+// The indexer's target, and its KL divergence from the scores over the selected slots.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -24,7 +24,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 
-/// Row t of index_target.
+/// Computes row t of index_target.
 void target_row(const IndexTarget& args, const RowProductsPlan& plan, std::int64_t t,
                 Scratch scratch) {
   const std::int64_t keys = args.kv.shape[0] - args.key_offset;
@@ -49,11 +49,12 @@ void target_row(const IndexTarget& args, const RowProductsPlan& plan, std::int64
     }
     if (count == 0) continue;
     products.multiply_gathered(kv, block_keys, count);
-    for (std::int64_t i = 0; i < count; ++i) target[slots[i]] = target_of(products, i, args.scale);
+    for (std::int64_t i = 0; i < count; ++i)
+      target[slots[i]] = target_of_key(products, i, args.scale);
   }
 }
 
-/// Row t of index_loss. `scores` gets -inf where a slot is not valid.
+/// Computes row t of index_loss, with -inf as the score of invalid slots.
 void loss_row(const IndexLoss& args, std::int64_t t, Scratch scratch) {
   const std::int64_t topk = args.indices.shape[1];
   const std::span<float> scores = scratch.take<float>(topk);

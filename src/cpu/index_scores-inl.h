@@ -2,9 +2,9 @@
 // The indexer's scores of a panel of keys. Included once per SIMD target.
 //
 // A panel holds kPanelColumns keys side by side, so that a vector holds one channel of many keys
-// and the relu, the weight and the sum over heads are plain vector arithmetic. Every lane runs the
-// same chain: channels in order, then heads in order. So the bits of a score do not depend on where
-// in a panel its key stands, and selection and replay get the same ones.
+// and relu, weight and the sum over heads need no operation across lanes. Every lane sums in the
+// same order: channels first, then heads. So the bits of a score do not depend on the position of
+// the key in its panel, and selection and replay return the same ones.
 #include <cstdint>
 
 #include <hwy/highway.h>
@@ -36,7 +36,7 @@ inline void widen_float8_row(const void* source, float* to, std::int64_t count) 
   for (; i + kLanes <= count; i += kLanes) {
     const auto bits = hn::PromoteTo(u32, hn::LoadU(u8, from + i));
     const auto magnitude = hn::And(bits, hn::Set(u32, 0x7fu));
-    // The exponent's bias grows from 7 to 127 by a product, which is exact for denormals too.
+    // Multiplying by 2^120 changes the exponent bias from 7 to 127 and is exact for denormals too.
     const auto value = hn::Mul(hn::BitCast(d, hn::ShiftLeft<20>(magnitude)), hn::Set(d, 0x1p120f));
     const auto sign = hn::ShiftLeft<24>(hn::And(bits, hn::Set(u32, 0x80u)));
     const auto number = hn::Or(hn::BitCast(u32, value), sign);
@@ -47,13 +47,13 @@ inline void widen_float8_row(const void* source, float* to, std::int64_t count) 
   for (; i < count; ++i) to[i] = to_float(Float8E4M3{from[i]});
 }
 
-/// A row of any type that index_topk takes.
+/// Converts a row of any type that index_topk accepts to fp32.
 inline void widen_index_row(DType dtype, const void* from, float* to, std::int64_t count) {
   if (dtype == DType::f8_e4m3) return widen_float8_row(from, to, count);
   widen_row(dtype, from, to, count);
 }
 
-/// Key s in fp32, times its scale, if there is one.
+/// Converts key s to fp32 and multiplies it by its scale, if there is one.
 inline void widen_key(const Tensor& k, const Tensor& k_scale, std::int64_t s, float* to) {
   widen_index_row(k.dtype, row_of(k, s), to, k.shape[1]);
   if (!k_scale) return;
@@ -61,7 +61,8 @@ inline void widen_key(const Tensor& k, const Tensor& k_scale, std::int64_t s, fl
   for (std::int64_t d = 0; d < k.shape[1]; ++d) to[d] *= scale;
 }
 
-/// Row d of `to` gets channel d of the kPanelColumns rows of `from`. dim is a multiple of 4.
+/// Transposes kPanelColumns rows of `from` to the panel `to` [dim, kPanelColumns]. dim is a
+/// multiple of 4.
 inline void transpose_to_panel(const float* HWY_RESTRICT from, std::int64_t stride,
                                std::int64_t dim, float* HWY_RESTRICT to) {
 #if HWY_TARGET == HWY_SCALAR
@@ -75,12 +76,12 @@ inline void transpose_to_panel(const float* HWY_RESTRICT from, std::int64_t stri
 #endif
 }
 
-/// max(a, 0) that keeps NaN.
+/// max(a, 0), but NaN stays NaN.
 HWY_INLINE FloatVector relu(FloatVector a) {
   return hn::IfThenZeroElse(hn::Lt(a, hn::Zero(FloatTag())), a);
 }
 
-/// scores[key] += sum_h weights[h] * relu(a[h, key]), head by head.
+/// Epilogue: scores[key] += weights[h] * relu(a[h, key]), one head after another.
 struct AddScores {
   const float* weights;
   float* scores;
@@ -95,23 +96,25 @@ struct AddScores {
   }
 };
 
-/// Longer dot products are summed in pieces, through memory: for accuracy and for the cache.
-inline constexpr std::int64_t kDirectDepth = 256;
+/// Longer dot products are computed by multiply_blocked: shorter chains round less, and the panel
+/// stays in L1.
+inline constexpr std::int64_t kMaxUnblockedDepth = 256;
 
-/// The scores of one query row, q [heads, dim] by rows of q_stride, for a panel of keys. `products`
-/// is scratch for kColumnPadding floats a head where dim > kDirectDepth.
+/// Scores one query row, q [heads, dim] with row stride q_stride, against a panel of keys.
+/// `products` is scratch of kColumnPadding floats per head, used if dim > kMaxUnblockedDepth.
 inline void score_panel(const float* q, std::int64_t q_stride, const float* weights,
                         std::int64_t heads, std::int64_t dim, const float* panel, float* products,
                         float* scores) {
   const FloatTag d;
   for (std::int64_t i = 0; i < kPanelColumns; i += kLanes) hn::StoreU(hn::Zero(d), d, scores + i);
-  const RowByRow queries{q, q_stride};
+  const KMajor queries{q, q_stride};
   const AddScores add{weights, scores};
-  if (dim <= kDirectDepth) {
+  if (dim <= kMaxUnblockedDepth) {
     multiply(queries, heads, panel, kPanelColumns, kPanelColumns, dim, add);
     return;
   }
-  multiply_deep(queries, heads, panel, kPanelColumns, kPanelColumns, dim, products, kPanelColumns);
+  multiply_blocked(queries, heads, panel, kPanelColumns, kPanelColumns, dim, products,
+                   kPanelColumns);
   for (std::int64_t h = 0; h < heads; ++h) {
     const AddScores add_head = add.at(h, 0);
     for (int v = 0; v < kTileVectors; ++v)

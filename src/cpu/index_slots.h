@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The slots of a query row in the indexer's backward: those with a key, in blocks, and what one
-// pass notes of them for the next.
+// The slots of a query row in the indexer's backward: iteration over the valid ones in blocks, and
+// what the first pass records about them for the second.
 #pragma once
 
 #include <algorithm>
@@ -14,23 +14,23 @@
 
 namespace winnow::cpu {
 
-/// Slots that are worked on together: the depth of the product for d_q.
+/// Number of slots that are multiplied together: the depth of the product for d_q.
 inline constexpr std::int64_t kSlotBlock = 128;
 
-/// What the first pass leaves for the second about one query row.
-struct RowNotes {
-  std::uint8_t* signs;    // [topk, sign_bytes]  where a > 0
-  std::int32_t* slots;    // [topk]              those with a key, by ranges
-  std::int32_t* offsets;  // [ranges + 1]        where in `slots` a range begins
-  bool* is_finite;        // [1]                 whether all of q is
+/// What the first pass saves about one query row for the second.
+struct RowRecord {
+  std::uint8_t* signs;    // [topk, sign_bytes]  one bit per head: a > 0
+  std::int32_t* slots;    // [topk]              valid slots, sorted by range of keys
+  std::int32_t* offsets;  // [ranges + 1]        where each range begins in `slots`
+  bool* is_finite;        // [1]                 whether all of q is finite
 
   static std::size_t bytes(const IndexGradientPlan& plan) {
     return Scratch::bytes<std::uint8_t>(plan.topk * plan.sign_bytes) +
            Scratch::bytes<std::int32_t>(plan.topk) + Scratch::bytes<std::int32_t>(plan.ranges + 1) +
            Scratch::bytes<bool>(1);
   }
-  RowNotes(const IndexGradientPlan& plan, std::byte* memory) {
-    Scratch scratch(memory, plan.note_bytes);
+  RowRecord(const IndexGradientPlan& plan, std::byte* memory) {
+    Scratch scratch(memory, plan.record_bytes);
     signs = scratch.take<std::uint8_t>(plan.topk * plan.sign_bytes).data();
     slots = scratch.take<std::int32_t>(plan.topk).data();
     offsets = scratch.take<std::int32_t>(plan.ranges + 1).data();
@@ -38,7 +38,7 @@ struct RowNotes {
   }
 };
 
-/// Some slots of a row that hold a key.
+/// A block of valid slots of a row.
 struct SlotBlock {
   std::int64_t count;
   std::int32_t keys[kSlotBlock];
@@ -46,7 +46,7 @@ struct SlotBlock {
   float d_scores[kSlotBlock];
 };
 
-/// The slots of query row t, in their order, without those that hold no key of the window.
+/// Iterates over the valid slots of query row t, those whose key is in the window, in their order.
 class RowSlots {
  public:
   RowSlots(const IndexTopkBackward& args, std::int64_t t)
@@ -58,17 +58,18 @@ class RowSlots {
     if (args.lengths)
       length_ = std::min<std::int64_t>(length_, View<const std::int32_t, 1>(args.lengths)(t));
   }
-  bool has_key(std::int64_t j) const { return indices_[j] >= begin_ && indices_[j] < end_; }
+  bool is_valid(std::int64_t j) const { return indices_[j] >= begin_ && indices_[j] < end_; }
   std::int64_t length() const { return length_; }
   std::int32_t key(std::int64_t j) const { return indices_[j]; }
 
-  void take(SlotBlock& block) {
+  /// Fills `block` with the next valid slots; count is 0 at the end.
+  void next_block(SlotBlock& block) {
     block.count = 0;
     for (; next_ < length_ && block.count < kSlotBlock; ++next_) {
-      if (has_key(next_)) put(next_, block);
+      if (is_valid(next_)) append(next_, block);
     }
   }
-  void put(std::int64_t j, SlotBlock& block) const {
+  void append(std::int64_t j, SlotBlock& block) const {
     block.keys[block.count] = indices_[j];
     block.slots[block.count] = static_cast<std::int32_t>(j);
     block.d_scores[block.count] = d_scores_[j];
@@ -82,17 +83,18 @@ class RowSlots {
   std::int64_t next_ = 0;
 };
 
-/// Notes the slots of a row range by range, by counting; within a range they keep their order.
-inline void note_slots(const RowSlots& row, const IndexGradientPlan& plan, const RowNotes& notes) {
-  std::fill_n(notes.offsets, plan.ranges + 1, 0);
+/// Sorts the valid slots of a row by range of keys, with a stable counting sort.
+inline void sort_slots_by_range(const RowSlots& row, const IndexGradientPlan& plan,
+                                const RowRecord& record) {
+  std::fill_n(record.offsets, plan.ranges + 1, 0);
   for (std::int64_t j = 0; j < row.length(); ++j) {
-    if (row.has_key(j)) ++notes.offsets[row.key(j) >> plan.range_shift];
+    if (row.is_valid(j)) ++record.offsets[row.key(j) >> plan.range_shift];
   }
   std::int32_t end = 0;
-  for (std::int64_t i = 0; i <= plan.ranges; ++i) end = notes.offsets[i] += end;
+  for (std::int64_t i = 0; i <= plan.ranges; ++i) end = record.offsets[i] += end;
   for (std::int64_t j = row.length() - 1; j >= 0; --j) {
-    if (!row.has_key(j)) continue;
-    notes.slots[--notes.offsets[row.key(j) >> plan.range_shift]] = static_cast<std::int32_t>(j);
+    if (!row.is_valid(j)) continue;
+    record.slots[--record.offsets[row.key(j) >> plan.range_shift]] = static_cast<std::int32_t>(j);
   }
 }
 

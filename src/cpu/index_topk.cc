@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The indexer forward: scores and exact selection, and replay.
+// The indexer forward: scores with exact top-k selection, and replay of given indices.
 //
-// Selection: a task holds some query rows, widened, and goes through the keys of their windows
-// panel by panel: one panel, in the first cache, is scored for all rows of the task, and every
-// row's Selection takes what may still be selected. Where there are fewer such tasks than threads,
-// each goes through a part of the keys, and what the parts have selected is merged. Replay: a task
-// is one row, its keys are gathered.
+// Selection: a task converts a few query rows to fp32 and goes through the keys of their windows
+// panel by panel. Each panel stays in L1 while it is scored against all rows of the task, and the
+// Selection of every row keeps the candidates. If there are fewer such tasks than threads, the keys
+// are split into parts, and the selections of the parts are merged. Replay: a task is one row,
+// whose keys are gathered.
 #include <algorithm>
 #include <bit>
 #include <limits>
@@ -33,19 +33,19 @@ namespace winnow::cpu {
 
 inline constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-/// Slots that hold a selected key, and their scores, to put in order: the place of a score, larger
-/// first, and behind it that of the slot.
+/// A selected slot as one integer to sort by: the sort key of its score, descending, in the upper
+/// half, and the slot in the lower half.
 using RankedSlot = std::uint64_t;
 
-/// Sizes of a call, the same on every SIMD target.
+/// Sizes of a call, independent of the SIMD target.
 struct IndexForwardPlan {
   std::int64_t tokens, heads, dim, topk;
   std::int64_t q_stride;
   SelectionPlan selection;
-  std::size_t fixed_bytes;  // of a task
-  std::size_t row_bytes;    // and for every row of it
-  std::int64_t rows;        // of a task
-  std::int64_t parts = 1;   // into which the keys of a task's rows are cut
+  std::size_t fixed_bytes;  // scratch per task
+  std::size_t row_bytes;    // scratch per row of a task, in addition
+  std::int64_t rows;        // in a task
+  std::int64_t parts = 1;   // into which the keys of the rows of a task are split
 
   IndexForwardPlan(const IndexTopkForward& args, const Execution& execution)
       : tokens(args.q.shape[0]),
@@ -61,7 +61,7 @@ struct IndexForwardPlan {
         row_bytes(Scratch::bytes<float>(heads * q_stride) + Scratch::bytes<float>(heads)),
         rows(1) {
     if (args.replay) return;
-    // Half of a second cache of 512 KiB for the queries: they are read once for every panel.
+    // The queries, which are read again for every panel, get half of an L2 of 512 KiB.
     const std::int64_t cached = (std::int64_t{1} << 18) / static_cast<std::int64_t>(row_bytes);
     row_bytes += selection.bytes();
     if (args.order == SlotOrder::by_score)
@@ -73,11 +73,12 @@ struct IndexForwardPlan {
     const auto threads = static_cast<std::size_t>(thread_count(execution));
     if (parts_bytes() + threads * scratch_bytes() > execution.workspace_limit) parts = 1;
   }
+  /// Number of groups of query rows; a task is one group and one part of its keys.
   std::int64_t groups() const { return ceil_div(tokens, rows); }
   std::size_t scratch_bytes() const {
     return fixed_bytes + static_cast<std::size_t>(rows) * row_bytes;
   }
-  /// What a part of a row's keys leaves: how many it selected, and those.
+  /// Bytes that one part of the keys of one row hands to merge_parts: a count and the selection.
   std::size_t part_bytes() const { return Scratch::bytes<std::int64_t>(1) + selection.bytes(); }
   std::size_t parts_bytes() const {
     return parts == 1 ? 0 : static_cast<std::size_t>(tokens * parts) * part_bytes();
@@ -94,7 +95,7 @@ struct IndexForwardPlan {
 HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 
-/// One query row of a task.
+/// One query row of a task in fp32.
 struct IndexQuery {
   std::span<float> q;        // [heads, q_stride]
   std::span<float> weights;  // [heads]
@@ -111,7 +112,7 @@ struct IndexQuery {
   }
 };
 
-/// The keys that are scored together.
+/// The keys that are scored together, as rows and transposed.
 struct KeyPanel {
   std::span<float> rows;      // [kColumnPadding, q_stride]
   std::span<float> panel;     // [dim, kPanelColumns]
@@ -124,7 +125,7 @@ struct KeyPanel {
         products(scratch.take<float>(kColumnPadding * plan.heads)),
         scores(scratch.take<float>(kColumnPadding)) {}
 
-  /// key_of(i) for i in [0, kPanelColumns) is a key, or negative for none.
+  /// Loads the keys key_of(i) for i in [0, kPanelColumns); a negative key gives a column of zeros.
   template <class KeyOf>
   void load(const IndexTopkForward& args, const IndexForwardPlan& plan, const KeyOf& key_of) {
     for (std::int64_t i = 0; i < kPanelColumns; ++i) {
@@ -149,7 +150,7 @@ std::span<RankedSlot> ranked_slots(const IndexTopkForward& args, const IndexForw
   return scratch.take<RankedSlot>(args.order == SlotOrder::by_score ? plan.selection.topk : 0);
 }
 
-/// Row t of the outputs.
+/// Writes row t of the outputs.
 void write_selected(const IndexTopkForward& args, std::int64_t t, Selection& selection,
                     std::span<RankedSlot> ranked) {
   const std::int64_t count = selection.finish();
@@ -158,8 +159,8 @@ void write_selected(const IndexTopkForward& args, std::int64_t t, Selection& sel
   auto* const scores = args.scores ? static_cast<float*>(row_of(args.scores, t)) : nullptr;
   if (args.order == SlotOrder::by_score) {
     for (std::int64_t j = 0; j < count; ++j) {
-      const auto place = static_cast<std::uint32_t>(place_of(selection.scores()[j] + 0.0f));
-      ranked[j] = std::uint64_t{0x7fffffffu - place} << 32 | static_cast<std::uint64_t>(j);
+      const auto key = static_cast<std::uint32_t>(sort_key(selection.scores()[j] + 0.0f));
+      ranked[j] = std::uint64_t{0x7fffffffu - key} << 32 | static_cast<std::uint64_t>(j);
     }
     std::sort(ranked.begin(), ranked.begin() + count);
     for (std::int64_t j = 0; j < count; ++j) {
@@ -176,11 +177,12 @@ void write_selected(const IndexTopkForward& args, std::int64_t t, Selection& sel
   if (args.lengths) View<std::int32_t, 1>(args.lengths)(t) = static_cast<std::int32_t>(count);
 }
 
+/// One query row of a selection task, with its window.
 struct SelectedRow {
   IndexQuery query;
   Selection selection;
   std::int64_t begin, end;
-  std::int64_t* count;  // where a part of the keys says how many it selected
+  std::int64_t* count;  // output: the number selected, if the keys are split into parts
 };
 
 SelectedRow load_row(const IndexTopkForward& args, const IndexForwardPlan& plan, std::int64_t t,
@@ -195,7 +197,7 @@ SelectedRow load_row(const IndexTopkForward& args, const IndexForwardPlan& plan,
   return {query, Selection(plan.selection, kept), begin, end, count};
 }
 
-/// Task i of selection.
+/// Runs task i of selection: group i / parts and part i % parts of its keys.
 void select_rows(const IndexTopkForward& args, const IndexForwardPlan& plan,
                  const Execution& execution, std::int64_t i, Scratch scratch) {
   const std::int64_t first = i / plan.parts * plan.rows;
@@ -244,7 +246,7 @@ void select_rows(const IndexTopkForward& args, const IndexForwardPlan& plan,
   }
 }
 
-/// Row t, from what the parts of its keys have selected.
+/// Selects row t from the selections of the parts of its keys.
 void merge_parts(const IndexTopkForward& args, const IndexForwardPlan& plan,
                  const Execution& execution, std::int64_t t, Scratch scratch) {
   const std::span<RankedSlot> ranked = ranked_slots(args, plan, scratch);
@@ -258,7 +260,7 @@ void merge_parts(const IndexTopkForward& args, const IndexForwardPlan& plan,
   write_selected(args, t, selection, ranked);
 }
 
-/// Row t of replay.
+/// Computes row t of replay.
 void replay_row(const IndexTopkForward& args, const IndexForwardPlan& plan, const Execution&,
                 std::int64_t t, Scratch scratch) {
   const View<const std::int32_t, 1> begin(args.begin);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Key windows of packed documents. Integers only, so there is nothing for SIMD to gain.
+// Key windows of packed documents. Not vectorised: a binary search and a few integers per row.
 #include <algorithm>
 
 #include "cpu/documents.h"

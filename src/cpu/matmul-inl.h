@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small dense matrix products in fp32: a register tile of C = A B, and loops of such tiles.
+// Small dense matrix products in fp32: a register tile of C = A B, and loops over such tiles.
 //
-// B and C lie row by row, and a vector is a piece of such a row; elements of A are broadcast. So A
-// may lie either way round and B never needs packing, if it has been padded to whole vectors.
-// Every element of C is one chain of multiply-adds over the depth, in order: its bits do not depend
-// on the tile in which it was computed.
+// B and C are row-major, and a vector is a piece of such a row; elements of A are broadcast. So A
+// may have either layout, and B needs no packing once its rows are padded to whole vectors. Every
+// element of C is one chain of multiply-adds over the depth (the K of a GEMM), in order: its bits
+// do not depend on the tile in which it is computed.
 //
-// A tile is kTileRows x kTileVectors; what stays in the first cache is a panel of B, depth x
-// kTileVectors vectors, which all tiles of that panel go through. The caller keeps it there by the
-// depth: kPanelDepth rows are half of a first cache of 32 KiB.
+// A tile is kTileRows x kTileVectors vectors. All tiles of a column of C read the same panel of B,
+// depth x kTileVectors vectors, which stays in L1 if the caller limits the depth to kPanelDepth:
+// half of an L1 of 32 KiB.
 #include <array>
 #include <cstdint>
 #include <utility>
@@ -32,7 +32,7 @@ using FloatTag = hn::ScalableTag<float>;
 using FloatVector = hn::Vec<FloatTag>;
 inline constexpr std::int64_t kLanes = HWY_LANES(float);
 
-// Accumulators, a row of B and one broadcast element fill the registers: 32 of them, or 16.
+// The accumulators, a row of B and one broadcast element fill the 32, or 16, vector registers.
 #if HWY_TARGET <= HWY_AVX3 || HWY_ARCH_ARM_A64 || HWY_ARCH_PPC
 inline constexpr int kTileRows = 12;
 #else
@@ -42,38 +42,42 @@ inline constexpr int kTileVectors = 2;
 inline constexpr std::int64_t kPanelColumns = kTileVectors * kLanes;
 inline constexpr std::int64_t kPanelDepth = 16384 / (kPanelColumns * sizeof(float));
 
-/// How A lies: element (row, k) at data[row * stride + k], or at data[k * stride + row].
-enum class Order { row_by_row, transposed };
+/// The layout of A: element (row, k) is at data[row * stride + k] (K-major), or at
+/// data[k * stride + row] (MN-major).
+enum class Layout { k_major, mn_major };
 
-template <Order kOrder>
-struct Left {
+/// The operand A of a product.
+template <Layout kLayout>
+struct OperandA {
   const float* data;
   std::int64_t stride;
 
-  Left from_row(std::int64_t row) const {
-    return {data + (kOrder == Order::row_by_row ? row * stride : row), stride};
+  OperandA from_row(std::int64_t row) const {
+    return {data + (kLayout == Layout::k_major ? row * stride : row), stride};
   }
-  Left from_depth(std::int64_t k) const {
-    return {data + (kOrder == Order::row_by_row ? k : k * stride), stride};
+  OperandA from_depth(std::int64_t k) const {
+    return {data + (kLayout == Layout::k_major ? k : k * stride), stride};
   }
 };
-using RowByRow = Left<Order::row_by_row>;
-using Transposed = Left<Order::transposed>;
+using KMajor = OperandA<Layout::k_major>;
+using MnMajor = OperandA<Layout::mn_major>;
 
-/// Calls finish(row, vector, sum) for every vector of the tile, the vectors of row 0 first.
-template <int kRows, int kVectors, Order kOrder, class Finish>
-HWY_NOINLINE void multiply_tile(Left<kOrder> a, const float* HWY_RESTRICT b, std::int64_t b_stride,
-                                std::int64_t depth, const Finish& finish) {
+/// Computes one register tile and calls epilogue(row, v, accumulator) for every vector of it, row
+/// after row.
+template <int kRows, int kVectors, Layout kLayout, class Epilogue>
+HWY_NOINLINE void multiply_tile(OperandA<kLayout> a, const float* HWY_RESTRICT b,
+                                std::int64_t b_stride, std::int64_t depth,
+                                const Epilogue& epilogue) {
   const FloatTag d;
-  FloatVector sum[kRows][kVectors];
-  HWY_UNROLL(12)  // all of them: what is indexed at run time would lie in memory
+  FloatVector accumulator[kRows][kVectors];
+  HWY_UNROLL(12)  // fully, since accumulators with a run-time index would live in memory
   for (int row = 0; row < kRows; ++row) {
-    for (int v = 0; v < kVectors; ++v) sum[row][v] = hn::Zero(d);
+    for (int v = 0; v < kVectors; ++v) accumulator[row][v] = hn::Zero(d);
   }
-  // Four rows share a pointer, so that all addresses of A fit into the registers.
+  // Four rows share a pointer, so that all addresses of A fit into general-purpose registers.
   constexpr int kPointers = (kRows + 3) / 4;
-  const std::int64_t row_step = kOrder == Order::row_by_row ? a.stride : 1;
-  const std::int64_t depth_step = kOrder == Order::row_by_row ? 1 : a.stride;
+  const std::int64_t row_step = kLayout == Layout::k_major ? a.stride : 1;
+  const std::int64_t depth_step = kLayout == Layout::k_major ? 1 : a.stride;
   const float* four_rows[kPointers];
   for (int i = 0; i < kPointers; ++i) four_rows[i] = a.data + 4 * i * row_step;
 
@@ -82,53 +86,55 @@ HWY_NOINLINE void multiply_tile(Left<kOrder> a, const float* HWY_RESTRICT b, std
     for (int v = 0; v < kVectors; ++v) b_row[v] = hn::LoadU(d, b + v * kLanes);
     for (int row = 0; row < kRows; ++row) {
       const auto element = hn::Set(d, four_rows[row / 4][row % 4 * row_step]);
-      for (int v = 0; v < kVectors; ++v) sum[row][v] = hn::MulAdd(element, b_row[v], sum[row][v]);
+      for (int v = 0; v < kVectors; ++v)
+        accumulator[row][v] = hn::MulAdd(element, b_row[v], accumulator[row][v]);
     }
     b += b_stride;
     for (int i = 0; i < kPointers; ++i) four_rows[i] += depth_step;
   }
   HWY_UNROLL(12)
   for (int row = 0; row < kRows; ++row) {
-    for (int v = 0; v < kVectors; ++v) finish(row, v, sum[row][v]);
+    for (int v = 0; v < kVectors; ++v) epilogue(row, v, accumulator[row][v]);
   }
 }
 
-template <Order kOrder, class Finish>
-using Tile = void (*)(Left<kOrder>, const float*, std::int64_t, std::int64_t, const Finish&);
+template <Layout kLayout, class Epilogue>
+using TileFunction = void (*)(OperandA<kLayout>, const float*, std::int64_t, std::int64_t,
+                              const Epilogue&);
 
-template <int kVectors, Order kOrder, class Finish, int... kFewer>
-constexpr std::array<Tile<kOrder, Finish>, kTileRows> make_tiles(
-    std::integer_sequence<int, kFewer...>) {
-  return {&multiply_tile<kFewer + 1, kVectors, kOrder, Finish>...};
+template <int kVectors, Layout kLayout, class Epilogue, int... kRowsMinusOne>
+constexpr std::array<TileFunction<kLayout, Epilogue>, kTileRows> make_tiles(
+    std::integer_sequence<int, kRowsMinusOne...>) {
+  return {&multiply_tile<kRowsMinusOne + 1, kVectors, kLayout, Epilogue>...};
 }
 
-/// kTiles<vectors>[rows - 1]
-template <int kVectors, Order kOrder, class Finish>
+/// kTiles<vectors>[rows - 1] is multiply_tile for `rows` rows.
+template <int kVectors, Layout kLayout, class Epilogue>
 inline constexpr auto kTiles =
-    make_tiles<kVectors, kOrder, Finish>(std::make_integer_sequence<int, kTileRows>());
+    make_tiles<kVectors, kLayout, Epilogue>(std::make_integer_sequence<int, kTileRows>());
 
-/// C[rows, columns] = A[rows, depth] B[depth, columns], handed to `finish` vector by vector; B must
-/// be readable, and is used, up to whole vectors of columns. finish.at(row, column) is the `finish`
-/// of the tile that begins there.
-template <Order kOrder, class Finish>
-void multiply(Left<kOrder> a, std::int64_t rows, const float* b, std::int64_t b_stride,
-              std::int64_t columns, std::int64_t depth, const Finish& finish) {
+/// Computes C[rows, columns] = A[rows, depth] B[depth, columns] and hands it to `epilogue` vector
+/// by vector. B is read up to whole vectors of columns. epilogue.at(row, column) returns the
+/// epilogue of the tile that begins there.
+template <Layout kLayout, class Epilogue>
+void multiply(OperandA<kLayout> a, std::int64_t rows, const float* b, std::int64_t b_stride,
+              std::int64_t columns, std::int64_t depth, const Epilogue& epilogue) {
   const std::int64_t tiles = ceil_div(rows, kTileRows);
   for (std::int64_t column = 0; column < columns; column += kPanelColumns) {
-    const auto& tile_of_rows = columns - column > kLanes ? kTiles<kTileVectors, kOrder, Finish>
-                                                         : kTiles<1, kOrder, Finish>;
-    // Tiles of nearly equal size: a last one of few rows could not hide the latency of the sums.
+    const auto& tile_of_rows = columns - column > kLanes ? kTiles<kTileVectors, kLayout, Epilogue>
+                                                         : kTiles<1, kLayout, Epilogue>;
+    // Tiles of nearly equal size: a last tile of few rows would not hide the latency of the FMAs.
     std::int64_t row = 0;
     for (std::int64_t i = 0; i < tiles; ++i) {
       const std::int64_t next = rows * (i + 1) / tiles;
       tile_of_rows[static_cast<std::size_t>(next - row - 1)](a.from_row(row), b + column, b_stride,
-                                                             depth, finish.at(row, column));
+                                                             depth, epilogue.at(row, column));
       row = next;
     }
   }
 }
 
-/// C = A B, to memory padded as B.
+/// Epilogue: C = A B, where the rows of C are padded like those of B.
 struct StoreTo {
   float* c;
   std::int64_t stride;
@@ -141,7 +147,7 @@ struct StoreTo {
   }
 };
 
-/// C += A B
+/// Epilogue: C += A B, padded in the same way.
 struct AddTo {
   float* c;
   std::int64_t stride;
@@ -156,22 +162,22 @@ struct AddTo {
   }
 };
 
-/// C = A B, or C += A B, in pieces of the depth whose panels of B fit into the first cache.
-template <Order kOrder>
-void multiply_deep(Left<kOrder> a, std::int64_t rows, const float* b, std::int64_t b_stride,
-                   std::int64_t columns, std::int64_t depth, float* c, std::int64_t c_stride,
-                   bool is_added = false) {
-  const std::int64_t pieces = ceil_div(depth, kPanelDepth);
+/// C = A B, or C += A B if `accumulate`, blocked over the depth so that the panels of B fit in L1.
+template <Layout kLayout>
+void multiply_blocked(OperandA<kLayout> a, std::int64_t rows, const float* b, std::int64_t b_stride,
+                      std::int64_t columns, std::int64_t depth, float* c, std::int64_t c_stride,
+                      bool accumulate = false) {
+  const std::int64_t blocks = ceil_div(depth, kPanelDepth);
   std::int64_t k = 0;
-  for (std::int64_t i = 0; i < pieces; ++i) {
-    const std::int64_t next = depth * (i + 1) / pieces;
-    const auto piece = [&](const auto& finish) HWY_ATTR {
-      multiply(a.from_depth(k), rows, b + k * b_stride, b_stride, columns, next - k, finish);
+  for (std::int64_t i = 0; i < blocks; ++i) {
+    const std::int64_t next = depth * (i + 1) / blocks;
+    const auto multiply_block = [&](const auto& epilogue) HWY_ATTR {
+      multiply(a.from_depth(k), rows, b + k * b_stride, b_stride, columns, next - k, epilogue);
     };
-    if (i == 0 && !is_added) {
-      piece(StoreTo{c, c_stride});
+    if (i == 0 && !accumulate) {
+      multiply_block(StoreTo{c, c_stride});
     } else {
-      piece(AddTo{c, c_stride});
+      multiply_block(AddTo{c, c_stride});
     }
     k = next;
   }

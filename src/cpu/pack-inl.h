@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of tensors as fp32 matrices that matmul-inl.h takes: gathered by key, as they lie, or
-// transposed. Columns up to the next whole vector are 0.
+// Packs rows of tensors into the fp32 matrices that matmul-inl.h multiplies: gathered by key, in
+// order, or transposed. Columns are padded with zeros to kColumnPadding. Included once per SIMD
+// target.
 #include <algorithm>
 #include <cstdint>
 
@@ -22,6 +23,7 @@ HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+/// Converts one row to fp32 and pads it with zeros.
 inline void widen_padded(DType dtype, const void* from, float* to, std::int64_t columns) {
   widen_row(dtype, from, to, columns);
   std::fill(to + columns, to + padded_columns(columns), 0.0f);
@@ -30,19 +32,19 @@ inline void widen_padded(DType dtype, const void* from, float* to, std::int64_t 
 /// to[j] = row keys[j] of `tensor` [keys, columns]
 inline void gather_rows(const Tensor& tensor, const std::int32_t* keys, std::int64_t count,
                         float* to, std::int64_t stride) {
-  // Far enough ahead to hide the latency of memory, near enough not to wash out the first cache.
-  constexpr std::int64_t kAhead = 3;
-  constexpr std::int64_t kLine = 64;
+  // Prefetch far enough ahead to hide the latency of memory, but not so far as to evict L1.
+  constexpr std::int64_t kRowsAhead = 3;
+  constexpr std::int64_t kCacheLine = 64;
   const std::int64_t columns = tensor.shape[1];
   const std::int64_t row_bytes = columns * element_bytes(tensor.dtype);
   const auto prefetch = [&](std::int64_t j) {
     if (j >= count) return;
     const auto* const row = static_cast<const char*>(row_of(tensor, keys[j]));
-    for (std::int64_t i = 0; i < row_bytes; i += kLine) hwy::Prefetch(row + i);
+    for (std::int64_t i = 0; i < row_bytes; i += kCacheLine) hwy::Prefetch(row + i);
   };
-  for (std::int64_t j = 0; j < kAhead; ++j) prefetch(j);
+  for (std::int64_t j = 0; j < kRowsAhead; ++j) prefetch(j);
   for (std::int64_t j = 0; j < count; ++j) {
-    prefetch(j + kAhead);
+    prefetch(j + kRowsAhead);
     widen_padded(tensor.dtype, row_of(tensor, keys[j]), to + j * stride, columns);
   }
 }
@@ -55,7 +57,7 @@ inline void widen_rows(const Tensor& tensor, std::int64_t begin, std::int64_t co
   }
 }
 
-/// to[column * stride + i] = four rows from i = 0 on
+/// to[column * stride + i] = rows[i * row_stride + column] for i in [0, 4)
 inline void transpose_four(const float* rows, std::int64_t row_stride, std::int64_t columns,
                            float* to, std::int64_t stride) {
 #if HWY_TARGET == HWY_SCALAR
@@ -86,12 +88,12 @@ inline void transpose_four(const float* rows, std::int64_t row_stride, std::int6
 #endif
 }
 
-/// Floats that transpose_rows works in.
+/// Number of floats of scratch that transpose_rows needs.
 inline constexpr std::int64_t transpose_scratch(std::int64_t columns) {
   return 4 * padded_stride(columns);
 }
 
-/// to[column, i] = row begin + i of `tensor` [rows, columns], columns a multiple of 4.
+/// to[column, i] = tensor[begin + i, column]. The number of columns is a multiple of 4.
 inline void transpose_rows(const Tensor& tensor, std::int64_t begin, std::int64_t count, float* to,
                            std::int64_t stride, float* scratch) {
   const std::int64_t columns = tensor.shape[1];

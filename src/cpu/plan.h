@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much an op takes at once: refusals by the workspace limit, rows to a task.
+// Partitioning shared by the ops: the check of the workspace limit, and how many rows a task gets.
 #pragma once
 
 #include <algorithm>
@@ -15,32 +15,33 @@
 
 namespace winnow::cpu {
 
-/// Empty if `least` bytes are within the caller's limit, of which the table keeps kAlignment bytes
-/// back.
-inline std::string over_limit(std::size_t least, const Execution& execution) {
-  if (least > 0) least += Scratch::kAlignment;
-  if (least <= execution.workspace_limit) return {};
-  return fmt::format(refusal::over_limit, least, execution.workspace_limit);
+/// Returns a refusal if a workspace of `bytes` exceeds the caller's limit, else an empty string.
+/// The table in backend.cc keeps kAlignment bytes of the limit to align the workspace.
+inline std::string over_limit(std::size_t bytes, const Execution& execution) {
+  if (bytes > 0) bytes += Scratch::kAlignment;
+  if (bytes <= execution.workspace_limit) return {};
+  return fmt::format(refusal::over_limit, bytes, execution.workspace_limit);
 }
 
-/// Rows of a task: at most `most`, and so many that all lanes, each with fixed_bytes and row_bytes
-/// a row, fit into the limit. Tasks come in equal numbers for every thread, at least four where
-/// that leaves each at least four rows, which share what is made of a block of keys.
-inline std::int64_t rows_per_task(std::int64_t rows, std::int64_t most, std::size_t fixed_bytes,
+/// Number of rows per task: at most `max_rows`, and such that one lane per thread, each with
+/// fixed_bytes plus row_bytes per row, fits into the workspace limit. Every thread gets the same
+/// number of tasks, at least four as long as a task keeps at least four rows: the rows of a task
+/// share the conversion of a block of keys.
+inline std::int64_t rows_per_task(std::int64_t rows, std::int64_t max_rows, std::size_t fixed_bytes,
                                   std::size_t row_bytes, const Execution& execution) {
-  constexpr std::int64_t kTasks = 4, kRows = 4;
+  constexpr std::int64_t kMinTasks = 4, kMinRows = 4;
   const std::int64_t threads = thread_count(execution);
   const std::size_t lane_bytes = execution.workspace_limit / static_cast<std::size_t>(threads);
   const std::size_t left = lane_bytes - std::min(lane_bytes, fixed_bytes);
   const auto fitting = static_cast<std::int64_t>(left / std::max<std::size_t>(row_bytes, 1));
-  most = std::max<std::int64_t>(std::min(most, fitting), 1);
-  const std::int64_t rounds = std::max(kTasks, ceil_div(rows, threads * most));
-  const std::int64_t even = ceil_div(rows, threads * rounds);
-  return std::clamp<std::int64_t>(std::max(even, std::min(kRows, ceil_div(rows, threads))), 1,
-                                  most);
+  max_rows = std::max<std::int64_t>(std::min(max_rows, fitting), 1);
+  const std::int64_t tasks_per_thread = std::max(kMinTasks, ceil_div(rows, threads * max_rows));
+  const std::int64_t even = ceil_div(rows, threads * tasks_per_thread);
+  return std::clamp<std::int64_t>(std::max(even, std::min(kMinRows, ceil_div(rows, threads))), 1,
+                                  max_rows);
 }
 
-/// Calls each(t) for all rows, some thousand to a task.
+/// Calls each(t) for all rows, with a few thousand rows per task.
 template <class Each>
 void for_rows(const Execution& execution, std::int64_t rows, const Each& each) {
   constexpr std::int64_t kRows = 4096;

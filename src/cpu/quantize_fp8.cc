@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows to e4m3, with the rounding of core/numerics.h.
+// Quantises rows to fp8 (e4m3), with the rounding of core/numerics.h.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -24,13 +24,13 @@ namespace winnow::cpu::HWY_NAMESPACE {
 
 float scale_of(std::span<const float> x, bool power_of_two) {
   constexpr std::uint32_t kInfinity = 0x7f800000u;
-  constexpr float kLeastMaximum = 1e-4f;
-  std::uint32_t largest = std::bit_cast<std::uint32_t>(kLeastMaximum);
+  constexpr float kMinAmax = 1e-4f;
+  std::uint32_t amax = std::bit_cast<std::uint32_t>(kMinAmax);
   for (const float value : x) {
     const std::uint32_t magnitude = std::bit_cast<std::uint32_t>(value) & 0x7fffffffu;
-    largest = std::max(largest, magnitude < kInfinity ? magnitude : 0u);
+    amax = std::max(amax, magnitude < kInfinity ? magnitude : 0u);
   }
-  const float scale = std::bit_cast<float>(largest) / kFloat8Max;
+  const float scale = std::bit_cast<float>(amax) / kFloat8Max;
   if (!power_of_two) return scale;
   int exponent = 0;
   const float fraction = std::frexp(scale, &exponent);  // in [0.5, 1)
@@ -47,8 +47,8 @@ HWY_INLINE hn::Vec<U> narrow_to_float8(D d, hn::Vec<D> x) {
   const auto rebiased = hn::Sub(magnitude, hn::Set(u, 120u << 23));
   const auto is_odd = hn::And(hn::ShiftRight<20>(rebiased), hn::Set(u, 1u));
   const auto normal = hn::ShiftRight<20>(hn::Add(rebiased, hn::Add(hn::Set(u, 0x7ffffu), is_odd)));
-  // Added to 2^14, whose last bit is 2^-9, a denormal's bits stand at the end of the mantissa,
-  // rounded.
+  // Adding 2^14, whose last mantissa bit is 2^-9, rounds a denormal and leaves its bits at the end
+  // of the mantissa.
   const auto base = hn::Set(d, 16384.0f);
   const auto denormal =
       hn::Sub(hn::BitCast(u, hn::Add(hn::BitCast(d, magnitude), base)), hn::BitCast(u, base));
@@ -88,7 +88,7 @@ std::size_t scratch_bytes(const QuantizeFp8& args) {
   return Scratch::bytes<float>(args.x.shape[args.x.rank - 1]);
 }
 
-/// Row h of x[t], or row t where x has no heads.
+/// Offset in elements of row [t, h], or of row t if the tensor has no heads.
 std::int64_t offset_of(const Tensor& tensor, std::int64_t t, std::int64_t h, bool has_heads) {
   return t * tensor.stride[0] + (has_heads ? h * tensor.stride[1] : 0);
 }
@@ -112,11 +112,12 @@ void run(const QuantizeFp8& args, const Execution& execution) {
   const std::int64_t heads = has_heads ? args.x.shape[1] : 1;
   const std::int64_t dim = args.x.shape[args.x.rank - 1];
   const std::int64_t rows = args.x.shape[0] * heads;
-  constexpr std::int64_t kRows = 64;  // of a task
-  parallel_for(execution, ceil_div(rows, kRows), scratch_bytes(args),
+  constexpr std::int64_t kRowsPerTask = 64;
+  parallel_for(execution, ceil_div(rows, kRowsPerTask), scratch_bytes(args),
                [&](std::int64_t task, Scratch scratch) {
                  const std::span<float> wide = scratch.take<float>(dim);
-                 for (std::int64_t i = task * kRows; i < std::min(rows, (task + 1) * kRows); ++i) {
+                 for (std::int64_t i = task * kRowsPerTask;
+                      i < std::min(rows, (task + 1) * kRowsPerTask); ++i) {
                    const std::int64_t t = i / heads;
                    const std::int64_t h = i % heads;
                    HWY_DYNAMIC_DISPATCH(quantize_row)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The exact top-k of a stream of scores: a running threshold and a buffer of survivors, cut now and
-// then. Included once per SIMD target.
+// Exact top-k of a stream of scores, by a running threshold and a buffer of candidates that is
+// pruned to the best topk whenever it is full. Included once per SIMD target.
 
 #include <algorithm>
 #include <bit>
@@ -16,18 +16,19 @@
 #define WINNOW_CPU_SELECT_INL_H_ONCE_
 namespace winnow::cpu {
 
-/// Sizes of a selection, the same on every SIMD target.
+/// Sizes of a selection, independent of the SIMD target.
 struct SelectionPlan {
   std::int64_t topk;
-  std::int64_t most;  // survivors before which a block of scores is added without a cut
+  std::int64_t prune_above;  // with more candidates, the buffer is pruned before the next block
 
-  static constexpr std::int64_t kBlock = 64;  // scores that may be added at once
-  static constexpr std::int64_t kSlack = 64;  // whole vectors are stored behind the last survivor
+  static constexpr std::int64_t kBlock = 64;  // number of scores that may be added at once
+  static constexpr std::int64_t kSlack = 64;  // whole vectors are stored after the last candidate
 
   SelectionPlan(std::int64_t keys, std::int64_t selected)
-      : topk(std::min(selected, keys)), most(std::min(keys, std::max(2 * topk, topk + 512))) {}
+      : topk(std::min(selected, keys)),
+        prune_above(std::min(keys, std::max(2 * topk, topk + 512))) {}
 
-  std::int64_t capacity() const { return most + kBlock + kSlack; }
+  std::int64_t capacity() const { return prune_above + kBlock + kSlack; }
   std::size_t bytes() const {
     return Scratch::bytes<float>(capacity()) + Scratch::bytes<std::int32_t>(capacity());
   }
@@ -48,23 +49,24 @@ namespace winnow::cpu::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// The integer at a float's place in the order of all floats; -0 stands right before +0.
-constexpr std::int32_t place_of(float x) {
+/// Maps a float to an integer of the same order; -0 comes right before +0.
+constexpr std::int32_t sort_key(float x) {
   const auto bits = std::bit_cast<std::int32_t>(x);
   return bits ^ ((bits >> 31) & 0x7fffffff);
 }
-constexpr float float_at(std::int32_t place) {
-  return std::bit_cast<float>(place ^ ((place >> 31) & 0x7fffffff));
+/// The inverse of sort_key.
+constexpr float float_from_sort_key(std::int32_t key) {
+  return std::bit_cast<float>(key ^ ((key >> 31) & 0x7fffffff));
 }
 
-/// Keys must come in ascending order. The survivors then stand in that order too, so that of equal
-/// scores the first in the buffer are those to keep, and a later key that only equals the k-th best
-/// of its predecessors can be dropped at once.
+/// Keys must be added in ascending order. The candidates then are in that order too: of equal
+/// scores the first ones in the buffer are kept, and a later key whose score only equals the
+/// threshold, the k-th best so far, can be dropped at once.
 class Selection {
   static constexpr hn::ScalableTag<float> kFloats{};
   static constexpr hn::ScalableTag<std::int32_t> kInts{};
-  static constexpr float kNever = -std::numeric_limits<float>::infinity();
-  static constexpr std::int64_t kLowest = place_of(kNever);
+  static constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+  static constexpr std::int64_t kMinSortKey = sort_key(kMinusInfinity);
 
  public:
   explicit Selection(const SelectionPlan& plan, Scratch& scratch)
@@ -72,42 +74,43 @@ class Selection {
         keys_(scratch.take<std::int32_t>(plan.capacity()).data()),
         plan_(plan) {}
 
-  /// scores[i] for i in [begin, end) is the score of key first_key + i. Reads whole vectors.
+  /// Adds the scores[i] of keys first_key + i for i in [begin, end). Reads whole vectors.
   void add(const float* HWY_RESTRICT scores, std::int64_t first_key, std::int64_t begin,
            std::int64_t end) {
     const auto lanes = static_cast<std::int64_t>(hn::Lanes(kFloats));
-    if (count_ > plan_.most) cut();
+    if (count_ > plan_.prune_above) prune();
     const auto threshold = hn::Set(kFloats, threshold_);
     for (std::int64_t i = begin / lanes * lanes; i < end; i += lanes) {
       const auto score = hn::LoadU(kFloats, scores + i);
-      auto survives = hn::Gt(score, threshold);  // never for NaN, never for -inf
+      auto is_candidate = hn::Gt(score, threshold);  // false for NaN and for -inf
       if (i < begin || i + lanes > end) {
-        const auto place = hn::Iota(kInts, static_cast<std::int32_t>(i));
-        const auto inside = hn::AndNot(hn::Lt(place, hn::Set(kInts, static_cast<int>(begin))),
-                                       hn::Lt(place, hn::Set(kInts, static_cast<int>(end))));
-        survives = hn::And(survives, hn::RebindMask(kFloats, inside));
+        const auto index = hn::Iota(kInts, static_cast<std::int32_t>(i));
+        const auto inside = hn::AndNot(hn::Lt(index, hn::Set(kInts, static_cast<int>(begin))),
+                                       hn::Lt(index, hn::Set(kInts, static_cast<int>(end))));
+        is_candidate = hn::And(is_candidate, hn::RebindMask(kFloats, inside));
       }
-      if (hn::AllFalse(kFloats, survives)) continue;
-      append(score, hn::Iota(kInts, static_cast<std::int32_t>(first_key + i)), survives);
+      if (hn::AllFalse(kFloats, is_candidate)) continue;
+      append(score, hn::Iota(kInts, static_cast<std::int32_t>(first_key + i)), is_candidate);
     }
   }
 
-  /// Scores of keys in ascending order, all behind those added so far. Reads whole vectors.
+  /// Adds scores of the given keys, which ascend and are greater than all added before. Reads whole
+  /// vectors.
   void add(const float* HWY_RESTRICT scores, const std::int32_t* HWY_RESTRICT keys,
            std::int64_t count) {
     const auto lanes = static_cast<std::int64_t>(hn::Lanes(kFloats));
     for (std::int64_t i = 0; i < count; i += lanes) {
-      if (count_ > plan_.most) cut();
+      if (count_ > plan_.prune_above) prune();
       const auto score = hn::LoadU(kFloats, scores + i);
-      const auto here = hn::FirstN(kFloats, static_cast<std::size_t>(count - i));
+      const auto in_range = hn::FirstN(kFloats, static_cast<std::size_t>(count - i));
       append(score, hn::LoadU(kInts, keys + i),
-             hn::And(here, hn::Gt(score, hn::Set(kFloats, threshold_))));
+             hn::And(in_range, hn::Gt(score, hn::Set(kFloats, threshold_))));
     }
   }
 
-  /// The number of selected; scores() and keys() hold them, by ascending key.
+  /// Returns the number of selected keys; scores() and keys() hold them by ascending key.
   std::int64_t finish() {
-    if (count_ > plan_.topk) cut();
+    if (count_ > plan_.topk) prune();
     return count_;
   }
   const float* scores() const { return scores_; }
@@ -122,16 +125,16 @@ class Selection {
     return static_cast<std::int64_t>(hn::CountTrue(kFloats, mask));
   }
 
-  /// The register form of compress and a whole store: storing through the mask is slow on some
-  /// CPUs.
+  /// Appends the lanes of `mask`. Compresses in registers and stores a whole vector, since
+  /// compressing stores are slow on some CPUs.
   HWY_INLINE void append(Floats score, Ints key, Mask mask) {
     hn::StoreU(hn::Compress(score, mask), kFloats, scores_ + count_);
     hn::StoreU(hn::Compress(key, hn::RebindMask(kInts, mask)), kInts, keys_ + count_);
     count_ += count(mask);
   }
 
-  /// Puts -inf, which never counts, behind the survivors up to a whole vector.
-  void pad() { std::fill_n(scores_ + count_, hn::Lanes(kFloats), kNever); }
+  /// Pads the candidates to whole vectors with -inf, which count_above does not count.
+  void pad() { std::fill_n(scores_ + count_, hn::Lanes(kFloats), kMinusInfinity); }
 
   std::int64_t count_above(float bound) const {
     const auto lanes = static_cast<std::int64_t>(hn::Lanes(kFloats));
@@ -145,25 +148,25 @@ class Selection {
 
   float largest() const {
     const auto lanes = static_cast<std::int64_t>(hn::Lanes(kFloats));
-    auto most = hn::LoadU(kFloats, scores_);
+    auto max = hn::LoadU(kFloats, scores_);
     for (std::int64_t i = lanes; i < count_; i += lanes)
-      most = hn::Max(most, hn::LoadU(kFloats, scores_ + i));
-    return hn::GetLane(hn::MaxOfLanes(kFloats, most));
+      max = hn::Max(max, hn::LoadU(kFloats, scores_ + i));
+    return hn::GetLane(hn::MaxOfLanes(kFloats, max));
   }
 
-  /// Leaves the topk best.
-  HWY_NOINLINE void cut() {
+  /// Keeps the topk best candidates.
+  HWY_NOINLINE void prune() {
     if (count_ <= plan_.topk) return;
     pad();
-    // Bisection over the floats: topk or more lie above `low`, fewer than topk above `high`. No
-    // survivor is below the threshold; two places before it, one more than from +0 to -0, all are
-    // above.
-    std::int64_t low = std::max(place_of(threshold_) - std::int64_t{2}, kLowest);
-    std::int64_t high = place_of(largest());
+    // Bisection over the sort keys: topk or more scores are above `low`, fewer than topk above
+    // `high`. No candidate is below the threshold, so all are above the sort key two before it; one
+    // before would not do, since it may be that of -0, which equals +0.
+    std::int64_t low = std::max(sort_key(threshold_) - std::int64_t{2}, kMinSortKey);
+    std::int64_t high = sort_key(largest());
     std::int64_t above_high = 0;
     while (high - low > 1) {
       const auto middle = static_cast<std::int32_t>(low + (high - low) / 2);
-      const std::int64_t above = count_above(float_at(middle));
+      const std::int64_t above = count_above(float_from_sort_key(middle));
       if (above < plan_.topk) {
         high = middle;
         above_high = above;
@@ -173,14 +176,14 @@ class Selection {
       }
     }
     if (high - low > 1) {
-      keep(float_at(static_cast<std::int32_t>(low)), 0);
+      keep(float_from_sort_key(static_cast<std::int32_t>(low)), 0);
     } else {
-      keep(float_at(static_cast<std::int32_t>(high)), plan_.topk - above_high);
+      keep(float_from_sort_key(static_cast<std::int32_t>(high)), plan_.topk - above_high);
     }
   }
 
-  /// Keeps what lies above `bound`, which becomes the threshold, and the first `equals` of what
-  /// equals it.
+  /// Keeps the scores above `bound`, which becomes the threshold, and the first `equals` of those
+  /// that equal it.
   void keep(float bound, std::int64_t equals) {
     const auto lanes = static_cast<std::int64_t>(hn::Lanes(kFloats));
     const auto limit = hn::Set(kFloats, bound);
@@ -211,7 +214,7 @@ class Selection {
   std::int32_t* keys_;
   SelectionPlan plan_;
   std::int64_t count_ = 0;
-  float threshold_ = kNever;
+  float threshold_ = kMinusInfinity;
 };
 
 }  // namespace winnow::cpu::HWY_NAMESPACE

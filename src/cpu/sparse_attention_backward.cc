@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sparse attention backward, in two passes over some query rows at a time, for a group of heads.
-//   by query   a task is one query row. Blocks of its keys are gathered as in forward; two products
-//              give s and d_out . v, keys down and heads across; from these p and dS, which are
-//              recorded; a third product sums d_q.
-//   by key     a task is a range of keys. It goes through the query rows in order and adds to d_kv
-//              the product of the row's records in the range with d_out and q.
-// So every row of d_kv has one writer, and its sum runs in the order of query rows: neither the
-// lanes nor the division into ranges nor that into passes changes a bit of it. Keys of a record
-// ascend, so that a range is a run of records.
+// Sparse attention backward, in two passes over a chunk of query rows, for one group of heads.
+//   query pass  a task is one query row. Its keys are gathered in blocks, as in forward. Products
+//               give s and dP = d_out . v, both [keys, heads]; from these come p and dS, which are
+//               recorded, and another product accumulates d_q.
+//   key pass    a task is a range of keys. It goes through the query rows in order and adds to d_kv
+//               the product of the row's records in the range with d_out and q.
+// So every row of d_kv has one writer and is summed in the order of query rows: neither the lanes
+// nor the ranges nor the chunks change a bit of it. The records of a row are sorted by key, so that
+// those of a range are contiguous.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -38,7 +38,7 @@ HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 namespace {
 
-/// log(exp(a) + exp(b)); NaN if either is.
+/// log(exp(a) + exp(b)); NaN if a or b is NaN.
 double log_add_exp(double a, double b) {
   if (std::isnan(b)) return b;
   const double larger = std::max(a, b);
@@ -58,12 +58,13 @@ float dot(const float* a, const float* b, std::int64_t count) {
   return total;
 }
 
-/// What does not depend on keys: q^T, d_out^T, L, lse, delta, d_lse, and the row's part in d_sink.
+/// Loads what does not depend on keys: q^T, d_out^T, L, lse, delta, d_lse, and the contribution of
+/// the row to d_sink.
 void load_heads(const SparseAttentionBackward& args, std::int64_t t, HeadRange heads,
                 const QueryPass& row, double* sink_terms) {
   const std::int64_t stride = padded_stride(heads.count);
   const std::int64_t v_dim = args.out.shape[2];
-  // The block of keys is free until the first of them are gathered.
+  // row.keys serves as scratch here: no keys have been gathered yet.
   transpose_rows(slice(args.q, t), heads.begin, heads.count, row.q, stride, row.keys);
   transpose_rows(slice(args.d_out, t), heads.begin, heads.count, row.d_out, stride, row.keys);
   float* const out = row.keys;
@@ -83,12 +84,12 @@ void load_heads(const SparseAttentionBackward& args, std::int64_t t, HeadRange h
     row.lse[i] = lse(t, h);
     row.delta[i] = dot(out, d_out, v_dim);
     if (d_lse) row.d_lse[i] = d_lse(t, h);
-    const bool takes_part = !std::isinf(sink) && !std::isinf(row.lse[i]);
-    sink_terms[i] = takes_part ? -row.delta[i] * std::exp(sink - log_sum) : 0.0;
+    const bool has_gradient = !std::isinf(sink) && !std::isinf(row.lse[i]);
+    sink_terms[i] = has_gradient ? -row.delta[i] * std::exp(sink - log_sum) : 0.0;
   }
 }
 
-/// From raw products with q and d_out to p and scale * dS, in place.
+/// Turns the products with q and d_out into p and scale * dS, in place.
 void differentiate(const QueryPass& row, float* records, std::int64_t stride, std::int64_t count,
                    std::int64_t head_padding, float scale, bool has_d_lse) {
   const FloatTag d;
@@ -103,7 +104,7 @@ void differentiate(const QueryPass& row, float* records, std::int64_t stride, st
       float* const p_at = records + j * stride + i;
       float* const dS_at = p_at + head_padding;
       const auto s = hn::Mul(hn::LoadU(d, p_at), scales);
-      // -inf is no key; where all are so, s - L would be NaN.
+      // A logit of -inf contributes nothing; if all of a row are -inf, s - L would be NaN.
       const auto is_no_key = hn::Eq(s, minus_infinity);
       const auto p = hn::IfThenZeroElse(is_no_key, exp(d, hn::Sub(s, log_sum)));
       auto dS = hn::Mul(p, hn::Sub(hn::LoadU(d, dS_at), delta));
@@ -117,7 +118,7 @@ void differentiate(const QueryPass& row, float* records, std::int64_t stride, st
   }
 }
 
-/// The first pass for query row t, which is recorded as `row_index`.
+/// The first pass for query row t, whose records get the index `row_index`.
 void query_pass(const SparseAttentionBackward& args, const Records& records, std::int64_t row_index,
                 std::int64_t t, HeadRange heads, Scratch scratch) {
   const AttentionSizes n = attention_sizes(args);
@@ -142,13 +143,13 @@ void query_pass(const SparseAttentionBackward& args, const Records& records, std
     const std::int64_t block = std::min(count - j, QueryPass::kBlockKeys);
     float* const p = records.record(row_index, j);
     float* const dS = p + head_padding;
-    const RowByRow block_keys{row.keys, key_stride};
+    const KMajor block_keys{row.keys, key_stride};
     gather_rows(args.kv, keys + j, block, row.keys, key_stride);
-    multiply_deep(block_keys, block, row.q, head_stride, head_padding, n.qk_dim, p, stride);
-    multiply_deep(block_keys, block, row.d_out, head_stride, head_padding, n.v_dim, dS, stride);
+    multiply_blocked(block_keys, block, row.q, head_stride, head_padding, n.qk_dim, p, stride);
+    multiply_blocked(block_keys, block, row.d_out, head_stride, head_padding, n.v_dim, dS, stride);
     differentiate(row, p, stride, block, head_padding, args.scale, bool(args.d_lse));
-    multiply_deep(Transposed{dS, stride}, heads.count, row.keys, key_stride, n.qk_dim, block,
-                  row.d_q, key_stride, j > 0);
+    multiply_blocked(MnMajor{dS, stride}, heads.count, row.keys, key_stride, n.qk_dim, block,
+                     row.d_q, key_stride, j > 0);
   }
   for (std::int64_t i = 0; i < heads.count; ++i) {
     narrow_row(args.d_q.dtype, row.d_q + i * key_stride, 1, row_of(args.d_q, t, heads.begin + i),
@@ -156,18 +157,18 @@ void query_pass(const SparseAttentionBackward& args, const Records& records, std
   }
 }
 
-/// Adds rows of a product to the rows of d_kv that their keys name. A key may stand twice in a
-/// tile: rows are added one after another.
+/// Epilogue: adds the rows of a product to the rows of d_kv that `keys` gives, one after another,
+/// since a key may appear twice in a tile.
 struct AddToKeys {
   const std::int32_t* keys;
-  std::int64_t count;  // of keys
+  std::int64_t count;  // number of keys
   float* d_kv;
   std::int64_t stride;
   std::int64_t columns;
 
   AddToKeys at(std::int64_t row, std::int64_t column) const {
     const AddToKeys tile{keys + row, count - row, d_kv + column, stride, columns - column};
-    // While the tile is computed, what it is added to comes near.
+    // Prefetch the rows of d_kv, so that they arrive while the tile is computed.
     const std::int64_t rows = std::min<std::int64_t>(tile.count, kTileRows);
     for (std::int64_t i = 0; i < rows; ++i) {
       const float* const to = tile.d_kv + tile.keys[i] * stride;
@@ -193,7 +194,7 @@ struct AddToKeys {
   }
 };
 
-/// The second pass for keys in [begin, end): rows `first_row`, ... as recorded.
+/// The second pass for the keys in [begin, end), over the `rows` recorded rows from first_row on.
 void key_pass(const SparseAttentionBackward& args, const Records& records, std::int64_t rows,
               std::int64_t first_row, HeadRange heads, std::int32_t begin, std::int32_t end,
               const Tensor& d_kv, Scratch scratch) {
@@ -203,9 +204,9 @@ void key_pass(const SparseAttentionBackward& args, const Records& records, std::
   const std::int64_t stride = Records::stride(records.heads);
   const std::int64_t q_stride = padded_stride(n.qk_dim);
   float* const q = pass.d_out_and_q + head_padding * q_stride;
-  // Up to here d_out takes part in the product, with zeros behind v_dim.
+  // Columns below `split` get contributions from d_out, padded with zeros after v_dim.
   const std::int64_t split = std::min(padded_columns(n.v_dim), n.qk_dim);
-  // Records that stay in the second cache while the columns of d_kv are gone through.
+  // Number of records that stay in L2 while the product goes through the columns of d_kv.
   constexpr std::int64_t kBlockRecords = 240;
 
   std::fill_n(pass.d_out_and_q, 2 * head_padding * q_stride, 0.0f);
@@ -222,7 +223,7 @@ void key_pass(const SparseAttentionBackward& args, const Records& records, std::
       const std::int64_t count = std::min(last - j, kBlockRecords);
       const AddToKeys add{keys + j, count, static_cast<float*>(d_kv.data), d_kv.stride[0],
                           n.qk_dim};
-      const RowByRow p_and_dS{records.record(row, j), stride};
+      const KMajor p_and_dS{records.record(row, j), stride};
       multiply(p_and_dS, count, pass.d_out_and_q, q_stride, split, 2 * head_padding, add);
       if (split < n.qk_dim) {
         multiply(p_and_dS.from_depth(head_padding), count, q + split, q_stride, n.qk_dim - split,
@@ -252,12 +253,14 @@ HWY_EXPORT(round_rows);
 
 constexpr std::int64_t kKeysPerTask = 256;
 
-/// Ranges of keys of about equal numbers of records, as boundaries: range i is [i, i + 1).
+/// Splits the keys into ranges with about equal numbers of records. Range i is
+/// [boundaries[i], boundaries[i + 1]).
 std::vector<std::int32_t> key_ranges(const Records& records, std::int64_t rows, std::int64_t keys,
                                      const Execution& execution) {
   constexpr std::int64_t kBuckets = 4096;
   constexpr std::int64_t kRangesPerThread = 4;
-  constexpr std::int64_t kLeastRecords = 96;  // of a row in a range: q must be worth its widening
+  // Average records of a row per range, to amortise the conversion of its q and d_out to fp32.
+  constexpr std::int64_t kMinRecords = 96;
   const std::int64_t bucket_keys = ceil_div(keys, kBuckets);
   std::array<std::int64_t, kBuckets> counts{};
   std::int64_t total = 0;
@@ -268,13 +271,13 @@ std::vector<std::int32_t> key_ranges(const Records& records, std::int64_t rows, 
   }
   const std::int64_t threads = thread_count(execution);
   const std::int64_t ranges =
-      std::clamp(total / (rows * kLeastRecords), threads, kRangesPerThread * threads);
+      std::clamp(total / (rows * kMinRecords), threads, kRangesPerThread * threads);
   std::vector<std::int32_t> boundaries = {0};
-  std::int64_t passed = 0;
+  std::int64_t records_so_far = 0;
   for (std::int64_t bucket = 0; bucket < kBuckets; ++bucket) {
-    passed += counts[bucket];
-    const auto made = static_cast<std::int64_t>(boundaries.size());
-    if (made < ranges && passed * ranges >= total * made) {
+    records_so_far += counts[bucket];
+    const auto count = static_cast<std::int64_t>(boundaries.size());
+    if (count < ranges && records_so_far * ranges >= total * count) {
       boundaries.push_back(static_cast<std::int32_t>(std::min((bucket + 1) * bucket_keys, keys)));
     }
   }
@@ -284,8 +287,8 @@ std::vector<std::int32_t> key_ranges(const Records& records, std::int64_t rows, 
 
 bool is_added_to(const SparseAttentionBackward& args) { return args.d_kv.dtype == DType::f32; }
 
-/// Of the fp32 copy behind a d_kv that is rounded once.
-std::size_t copy_bytes(const SparseAttentionBackward& args) {
+/// Bytes of the fp32 accumulator of a bf16 or f16 d_kv, which is rounded once at the end.
+std::size_t accumulator_bytes(const SparseAttentionBackward& args) {
   return is_added_to(args) ? 0 : Scratch::bytes<float>(args.kv.shape[0] * args.kv.shape[1]);
 }
 
@@ -293,11 +296,11 @@ std::size_t copy_bytes(const SparseAttentionBackward& args) {
 
 std::string why_not(const SparseAttentionBackward& args, const Execution& execution) {
   if (args.q.dtype == DType::f64) return refusal::no_f64;
-  return over_limit(BackwardPlan::least_bytes(attention_sizes(args)), execution);
+  return over_limit(BackwardPlan::min_bytes(attention_sizes(args)), execution);
 }
 
 std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution) {
-  return copy_bytes(args) + BackwardPlan(attention_sizes(args), execution).bytes();
+  return accumulator_bytes(args) + BackwardPlan(attention_sizes(args), execution).bytes();
 }
 
 void run(const SparseAttentionBackward& args, const Execution& execution) {
@@ -305,7 +308,7 @@ void run(const SparseAttentionBackward& args, const Execution& execution) {
   const BackwardPlan plan(n, execution);
   const HeadGroups& groups = plan.groups();
 
-  const std::size_t shared_bytes = copy_bytes(args) + plan.shared_bytes();
+  const std::size_t shared_bytes = accumulator_bytes(args) + plan.shared_bytes();
   Scratch shared(static_cast<std::byte*>(execution.workspace), shared_bytes);
   const Tensor d_kv = is_added_to(args) ? args.d_kv
                                         : tensor(shared.take<float>(n.keys * n.qk_dim).data(),
@@ -331,7 +334,7 @@ void run(const SparseAttentionBackward& args, const Execution& execution) {
   const auto key_pass_on_target = HWY_DYNAMIC_DISPATCH(key_pass);
   for (std::int64_t group = 0; group < groups.count(); ++group) {
     const HeadRange heads = groups[group];
-    Scratch memory = shared;  // the same for every group
+    Scratch memory = shared;  // a copy, so that every group uses the same memory
     const Records records(plan.rows(), n.topk, heads.count, memory);
     for (std::int64_t t = 0; t < n.tokens; t += plan.rows()) {
       const std::int64_t rows = std::min(plan.rows(), n.tokens - t);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sparse attention forward. A task is one query row and a group of its heads; it goes through the
-// row's keys block by block:
-//   keys    a block of keys, gathered and widened once for all heads of the group  [keys, qk_dim]
-//   scores  keys x q^T, then their exponentials: keys down, heads across           [keys, heads]
-//   sums    scores^T x keys, the sums of values                                    [heads, v_dim]
-// With heads across, maxima and sums over keys need no sum across lanes, and scores are already
-// the transposed left side of the second product. The block and what the group keeps (q^T and the
-// sums) stay in the second cache, panels of them in the first.
+// Sparse attention forward with online softmax. A task is one query row and a group of its heads;
+// it goes through the keys of the row in blocks:
+//   keys         a block of keys, gathered and converted to fp32 once per group  [keys, qk_dim]
+//   scores       keys x q^T, then exp(s - shift)                                 [keys, heads]
+//   accumulator  += scores^T x keys                                              [heads, v_dim]
+// With heads along the vectors, maxima and sums over keys need no operation across lanes, and
+// scores are already the MN-major left operand of the second product. The block, q^T and the
+// accumulator stay in L2, panels of them in L1.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -35,10 +35,10 @@
 namespace winnow::cpu {
 namespace {
 
-/// Keys a block: the depth of the second product, which each time reads and writes all sums.
+/// Keys per block: the depth of the second product, which reads and writes the whole accumulator.
 constexpr std::int64_t kBlockKeys = 96;
 
-/// A row's scratch.
+/// Scratch of a task.
 struct ForwardRow {
   static std::size_t bytes(const AttentionSizes& n, std::int64_t heads) {
     return Scratch::bytes<float>(n.qk_dim * padded_stride(heads)) +
@@ -52,21 +52,21 @@ struct ForwardRow {
       : q(scratch.take<float>(n.qk_dim * padded_stride(heads)).data()),
         keys(scratch.take<float>(kBlockKeys * padded_stride(n.qk_dim)).data()),
         scores(scratch.take<float>(kBlockKeys * padded_stride(heads)).data()),
-        sums(scratch.take<float>(heads * padded_stride(n.v_dim)).data()),
-        largest(scratch.take<float>(padded_columns(heads)).data()),
+        accumulator(scratch.take<float>(heads * padded_stride(n.v_dim)).data()),
+        max_logit(scratch.take<float>(padded_columns(heads)).data()),
         shift(scratch.take<float>(padded_columns(heads)).data()),
-        weight(scratch.take<float>(padded_columns(heads)).data()),
-        factor(scratch.take<float>(padded_columns(heads)).data()),
+        exp_sum(scratch.take<float>(padded_columns(heads)).data()),
+        rescale(scratch.take<float>(padded_columns(heads)).data()),
         key_rows(scratch.take<std::int32_t>(kBlockKeys).data()) {}
 
   float* q;                // [qk_dim, heads]
   float* keys;             // [kBlockKeys, qk_dim]
   float* scores;           // [kBlockKeys, heads]
-  float* sums;             // [heads, v_dim]  sum_j exp(s_j - shift) v_j
-  float* largest;          // [heads]         of all s_j so far
-  float* shift;            // [heads]         near `largest`; -inf before the first key
-  float* weight;           // [heads]         sum_j exp(s_j - shift)
-  float* factor;           // [heads]         by which a new shift scales sums and weight
+  float* accumulator;      // [heads, v_dim]  sum_j exp(s_j - shift) v_j
+  float* max_logit;        // [heads]         maximum of all s_j so far
+  float* shift;            // [heads]         close to max_logit; -inf before the first key
+  float* exp_sum;          // [heads]         sum_j exp(s_j - shift)
+  float* rescale;          // [heads]         factor of accumulator and exp_sum after a new shift
   std::int32_t* key_rows;  // [kBlockKeys]
 };
 
@@ -78,27 +78,28 @@ HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 namespace {
 
-/// From raw products to exponentials, for kLanes heads. Returns whether the shift has moved.
+/// One step of online softmax for kLanes heads: replaces the products in `scores` by
+/// exp(s - shift). Returns whether the shift has changed.
 HWY_INLINE bool exponentiate(float* scores, std::int64_t stride, std::int64_t count, float scale,
-                             float* largest, float* shift, float* weight, float* factor) {
-  // While the largest score grows by less than this the old shift serves: exponentials stay far
-  // from overflow, and sums need not be scaled.
+                             float* max_logit, float* shift, float* exp_sum, float* rescale) {
+  // The old shift is kept until the maximum exceeds it by this: exponentials stay far from
+  // overflow, and the accumulator is seldom rescaled.
   constexpr float kSlack = 16;
   const FloatTag d;
   const auto scales = hn::Set(d, scale);
   const auto minus_infinity = hn::Set(d, -std::numeric_limits<float>::infinity());
-  auto block_largest = minus_infinity;
+  auto block_max = minus_infinity;
   for (std::int64_t j = 0; j < count; ++j) {
     const auto s = hn::Mul(hn::LoadU(d, scores + j * stride), scales);
-    block_largest = hn::IfThenElse(hn::Gt(s, block_largest), s, block_largest);  // not NaN
+    block_max = hn::IfThenElse(hn::Gt(s, block_max), s, block_max);  // ignores NaN
   }
   const auto old_shift = hn::LoadU(d, shift);
-  const auto moves = hn::Gt(block_largest, hn::Add(old_shift, hn::Set(d, kSlack)));
-  const auto new_shift = hn::IfThenElse(moves, block_largest, old_shift);
-  hn::StoreU(hn::Max(hn::LoadU(d, largest), block_largest), d, largest);
+  const auto changes = hn::Gt(block_max, hn::Add(old_shift, hn::Set(d, kSlack)));
+  const auto new_shift = hn::IfThenElse(changes, block_max, old_shift);
+  hn::StoreU(hn::Max(hn::LoadU(d, max_logit), block_max), d, max_logit);
   hn::StoreU(new_shift, d, shift);
 
-  // Where all scores are -inf there is nothing to shift by: -inf - -inf would be NaN.
+  // If all scores are -inf the shift is 0, since -inf - -inf would be NaN.
   const auto finite_shift = hn::IfThenZeroElse(hn::Eq(new_shift, minus_infinity), new_shift);
   auto sum = hn::Zero(d);
   for (std::int64_t j = 0; j < count; ++j) {
@@ -107,11 +108,11 @@ HWY_INLINE bool exponentiate(float* scores, std::int64_t stride, std::int64_t co
     hn::StoreU(p, d, at);
     sum = hn::Add(sum, p);
   }
-  const auto scaled_by =
-      hn::IfThenElse(moves, exp(d, hn::Sub(old_shift, finite_shift)), hn::Set(d, 1.0f));
-  hn::StoreU(scaled_by, d, factor);
-  hn::StoreU(hn::MulAdd(hn::LoadU(d, weight), scaled_by, sum), d, weight);
-  return !hn::AllFalse(d, moves);
+  const auto factors =
+      hn::IfThenElse(changes, exp(d, hn::Sub(old_shift, finite_shift)), hn::Set(d, 1.0f));
+  hn::StoreU(factors, d, rescale);
+  hn::StoreU(hn::MulAdd(hn::LoadU(d, exp_sum), factors, sum), d, exp_sum);
+  return !hn::AllFalse(d, changes);
 }
 
 void scale_row(float* row, float factor, std::int64_t columns) {
@@ -122,6 +123,7 @@ void scale_row(float* row, float factor, std::int64_t columns) {
   }
 }
 
+/// Normalises the accumulator and writes the outputs of the row.
 void finish_heads(const SparseAttentionForward& args, const ForwardRow& row, std::int64_t t,
                   HeadRange heads, bool has_keys) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -131,23 +133,24 @@ void finish_heads(const SparseAttentionForward& args, const ForwardRow& row, std
   const View<float, 2> max_logits(args.max_logits);
   for (std::int64_t i = 0; i < heads.count; ++i) {
     const std::int64_t h = heads.begin + i;
-    const double sum = has_keys ? row.weight[i] : 0.0;
-    // The weight of the sink beside exponentials that have been shifted. Past the range of double
-    // it is infinite and the row's output 0, as it is to be.
-    const double sink_weight =
+    const double sum = has_keys ? row.exp_sum[i] : 0.0;
+    // exp(sink) on the scale of the shifted exponentials. If it overflows double, the output is 0,
+    // which is the correct limit.
+    const double sink_exp =
         sink && sum != 0 ? std::exp(static_cast<double>(sink(h)) - row.shift[i]) : 0.0;
     lse(t, h) = sum != 0 ? static_cast<float>(row.shift[i] + std::log(sum)) : -kInfinity;
-    if (max_logits) max_logits(t, h) = has_keys ? row.largest[i] : -kInfinity;
-    float* const sums = row.sums + i * padded_stride(v_dim);
-    // A NaN of a key stays, whatever the sink.
+    if (max_logits) max_logits(t, h) = has_keys ? row.max_logit[i] : -kInfinity;
+    float* const accumulator = row.accumulator + i * padded_stride(v_dim);
+    // A NaN from a key reaches the output whatever the sink is.
     const bool is_zero =
-        sum == 0 || (sink_weight == std::numeric_limits<double>::infinity() && !std::isnan(sum));
-    if (is_zero) std::fill(sums, sums + v_dim, 0.0f);
-    const float factor = is_zero ? 1.0f : static_cast<float>(1 / (sum + sink_weight));
-    narrow_row(args.out.dtype, sums, factor, row_of(args.out, t, h), v_dim);
+        sum == 0 || (sink_exp == std::numeric_limits<double>::infinity() && !std::isnan(sum));
+    if (is_zero) std::fill(accumulator, accumulator + v_dim, 0.0f);
+    const float factor = is_zero ? 1.0f : static_cast<float>(1 / (sum + sink_exp));
+    narrow_row(args.out.dtype, accumulator, factor, row_of(args.out, t, h), v_dim);
   }
 }
 
+/// Computes the outputs of query row t for a range of heads.
 void attend(const SparseAttentionForward& args, std::int64_t t, HeadRange heads, Scratch scratch) {
   const AttentionSizes n = attention_sizes(args);
   const ForwardRow row(n, heads.count, scratch);
@@ -159,27 +162,29 @@ void attend(const SparseAttentionForward& args, std::int64_t t, HeadRange heads,
   std::int64_t count = keys.take(kBlockKeys, row.key_rows);
   const bool has_keys = count > 0;
   if (has_keys) {
-    // The block of keys is free until the first of them are gathered.
+    // row.keys serves as scratch here: no keys have been gathered yet.
     transpose_rows(slice(args.q, t), heads.begin, heads.count, row.q, head_stride, row.keys);
     constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-    std::fill_n(row.largest, padded_columns(heads.count), kMinusInfinity);
+    std::fill_n(row.max_logit, padded_columns(heads.count), kMinusInfinity);
     std::fill_n(row.shift, padded_columns(heads.count), kMinusInfinity);
-    std::fill_n(row.weight, padded_columns(heads.count), 0.0f);
+    std::fill_n(row.exp_sum, padded_columns(heads.count), 0.0f);
   }
   for (bool is_first = true; count > 0; is_first = false) {
     gather_rows(args.kv, row.key_rows, count, row.keys, key_stride);
-    multiply_deep(RowByRow{row.keys, key_stride}, count, row.q, head_stride, heads.count, n.qk_dim,
-                  row.scores, head_stride);
-    bool has_moved = false;
+    multiply_blocked(KMajor{row.keys, key_stride}, count, row.q, head_stride, heads.count, n.qk_dim,
+                     row.scores, head_stride);
+    bool has_new_shift = false;
     for (std::int64_t i = 0; i < heads.count; i += kLanes) {
-      has_moved |= exponentiate(row.scores + i, head_stride, count, args.scale, row.largest + i,
-                                row.shift + i, row.weight + i, row.factor + i);
+      has_new_shift |=
+          exponentiate(row.scores + i, head_stride, count, args.scale, row.max_logit + i,
+                       row.shift + i, row.exp_sum + i, row.rescale + i);
     }
-    for (std::int64_t i = 0; has_moved && !is_first && i < heads.count; ++i) {
-      if (row.factor[i] != 1) scale_row(row.sums + i * value_stride, row.factor[i], n.v_dim);
+    for (std::int64_t i = 0; has_new_shift && !is_first && i < heads.count; ++i) {
+      if (row.rescale[i] != 1)
+        scale_row(row.accumulator + i * value_stride, row.rescale[i], n.v_dim);
     }
-    multiply_deep(Transposed{row.scores, head_stride}, heads.count, row.keys, key_stride, n.v_dim,
-                  count, row.sums, value_stride, !is_first);
+    multiply_blocked(MnMajor{row.scores, head_stride}, heads.count, row.keys, key_stride, n.v_dim,
+                     count, row.accumulator, value_stride, !is_first);
     count = keys.take(kBlockKeys, row.key_rows);
   }
   finish_heads(args, row, t, heads, has_keys);
@@ -195,7 +200,7 @@ namespace {
 
 HWY_EXPORT(attend);
 
-/// Heads a group: q^T and the sums of so many take about half of a second cache of 1 MiB.
+/// Heads per group: their q^T and accumulator take about half of an L2 of 1 MiB.
 constexpr std::int64_t kGroupHeads = 128;
 
 }  // namespace
@@ -203,13 +208,14 @@ constexpr std::int64_t kGroupHeads = 128;
 std::string why_not(const SparseAttentionForward& args, const Execution& execution) {
   if (args.q.dtype == DType::f64) return refusal::no_f64;
   const AttentionSizes n = attention_sizes(args);
-  return over_limit(ForwardRow::bytes(n, HeadGroups(n.heads, n.qk_dim, kGroupHeads).most()),
+  return over_limit(ForwardRow::bytes(n, HeadGroups(n.heads, n.qk_dim, kGroupHeads).max_size()),
                     execution);
 }
 
 std::size_t workspace_bytes(const SparseAttentionForward& args, const Execution& execution) {
   const AttentionSizes n = attention_sizes(args);
-  const std::size_t lane = ForwardRow::bytes(n, HeadGroups(n.heads, n.qk_dim, kGroupHeads).most());
+  const std::size_t lane =
+      ForwardRow::bytes(n, HeadGroups(n.heads, n.qk_dim, kGroupHeads).max_size());
   return lane * static_cast<std::size_t>(lane_count(execution, lane));
 }
 
@@ -217,7 +223,7 @@ void run(const SparseAttentionForward& args, const Execution& execution) {
   const AttentionSizes n = attention_sizes(args);
   const HeadGroups groups(n.heads, n.qk_dim, kGroupHeads);
   const auto attend_on_target = HWY_DYNAMIC_DISPATCH(attend);
-  parallel_for(execution, n.tokens * groups.count(), ForwardRow::bytes(n, groups.most()),
+  parallel_for(execution, n.tokens * groups.count(), ForwardRow::bytes(n, groups.max_size()),
                [&](std::int64_t i, Scratch scratch) {
                  attend_on_target(args, i / groups.count(), groups[i % groups.count()], scratch);
                });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The keys of a query row, without the slots that hold none.
+// Iterates over the keys of a query row, skipping invalid slots.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace winnow::cpu {
 
-/// Goes through the slots of row t that stand before `lengths` and name a key in [0, keys).
+/// The keys of row t: indices in slots below `lengths` that are in [0, keys).
 class ValidKeys {
  public:
   ValidKeys(const Tensor& indices, const Tensor& lengths, std::int64_t keys, std::int64_t t)
@@ -19,12 +19,12 @@ class ValidKeys {
         lengths ? std::clamp<std::int64_t>(View<const std::int32_t, 1>(lengths)(t), 0, topk) : topk;
   }
 
-  /// The next keys, `most` of them or all that are left, in the order of their slots.
-  std::int64_t take(std::int64_t most, std::int32_t* taken) {
+  /// Writes the next keys in the order of their slots, at max_count `max_count`; returns how many.
+  std::int64_t take(std::int64_t max_count, std::int32_t* taken) {
     std::int64_t count = 0;
-    for (; next_ < end_ && count < most; ++next_) {
+    for (; next_ < end_ && count < max_count; ++next_) {
       taken[count] = slots_[next_];
-      // Without a branch: slots without a key may stand anywhere.
+      // Branch-free, since invalid slots may be anywhere.
       count += static_cast<std::uint32_t>(slots_[next_]) < static_cast<std::uint64_t>(keys_);
     }
     return count;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The value projection: for every head a dense product, in blocks of rows that are widened to fp32
-// and stay in the second cache.
+// The value projection: one dense product per head, in blocks of tokens that are converted to fp32
+// and stay in L2.
 #include <algorithm>
 
 #include "core/refusals.h"
@@ -25,9 +25,9 @@
 namespace winnow::cpu {
 namespace {
 
-constexpr std::int64_t kTokens = 192;           // a block of tokens
-constexpr std::int64_t kChannels = 128;         // a block of head_dim
-constexpr std::int64_t kGradientChannels = 64;  // the same in d_w_v: narrower, for more tasks
+constexpr std::int64_t kTokens = 192;           // tokens per block
+constexpr std::int64_t kChannels = 128;         // channels of head_dim per block
+constexpr std::int64_t kGradientChannels = 64;  // the same for d_w_v: fewer, to have more tasks
 
 struct Projection {
   std::int64_t tokens, heads, head_dim, v_dim;
@@ -54,18 +54,17 @@ std::size_t project_bytes(const Projection& n) {
          matrix_bytes(kTokens, kChannels);
 }
 
-std::size_t project_back_bytes(const Projection& n) {
+std::size_t output_gradient_bytes(const Projection& n) {
   return matrix_bytes(kTokens, kChannels) + matrix_bytes(kChannels, n.v_dim) +
          matrix_bytes(kTokens, n.v_dim);
 }
 
-std::size_t weigh_bytes(const Projection& n) {
+std::size_t weight_gradient_bytes(const Projection& n) {
   return matrix_bytes(kTokens, kGradientChannels) + matrix_bytes(kTokens, n.v_dim) +
          matrix_bytes(kGradientChannels, n.v_dim);
 }
 
-/// [tokens, dim]: what head h has in `tensor` [tokens, heads, dim], channels [begin, begin +
-/// count).
+/// Channels [begin, begin + count) of head h of `tensor` [tokens, heads, dim], as [tokens, count].
 Tensor head_of(Tensor tensor, std::int64_t h, std::int64_t begin, std::int64_t count) {
   tensor.data = static_cast<char*>(tensor.data) +
                 (h * tensor.stride[1] + begin) * element_bytes(tensor.dtype);
@@ -83,7 +82,7 @@ HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 namespace {
 
-/// out_v of head h and a block of tokens.
+/// Computes out_v of head h for the block of tokens that begins at `token`.
 void project(const ValueProjectionForward& args, std::int64_t h, std::int64_t token,
              Scratch scratch) {
   const Projection n = sizes(args);
@@ -96,10 +95,10 @@ void project(const ValueProjectionForward& args, std::int64_t h, std::int64_t to
   widen_rows(head_of(args.out, h, 0, n.v_dim), token, tokens, out, stride);
   for (std::int64_t begin = 0; begin < n.head_dim; begin += kChannels) {
     const std::int64_t channels = std::min(kChannels, n.head_dim - begin);
-    // out_v is free until the product.
+    // out_v serves as scratch until the product is written to it.
     transpose_rows(slice(args.w_v, h), begin, channels, w, channel_stride, out_v);
-    multiply_deep(RowByRow{out, stride}, tokens, w, channel_stride, channels, n.v_dim, out_v,
-                  channel_stride);
+    multiply_blocked(KMajor{out, stride}, tokens, w, channel_stride, channels, n.v_dim, out_v,
+                     channel_stride);
     const Tensor to = head_of(args.out_v, h, begin, channels);
     for (std::int64_t i = 0; i < tokens; ++i) {
       narrow_row(to.dtype, out_v + i * channel_stride, 1, row_of(to, token + i), channels);
@@ -107,9 +106,9 @@ void project(const ValueProjectionForward& args, std::int64_t h, std::int64_t to
   }
 }
 
-/// d_out of head h and a block of tokens.
-void project_back(const ValueProjectionBackward& args, std::int64_t h, std::int64_t token,
-                  Scratch scratch) {
+/// Computes d_out of head h for the block of tokens that begins at `token`.
+void output_gradient(const ValueProjectionBackward& args, std::int64_t h, std::int64_t token,
+                     Scratch scratch) {
   const Projection n = sizes(args);
   const std::int64_t tokens = std::min(kTokens, n.tokens - token);
   const std::int64_t stride = padded_stride(n.v_dim);
@@ -121,17 +120,17 @@ void project_back(const ValueProjectionBackward& args, std::int64_t h, std::int6
     const std::int64_t channels = std::min(kChannels, n.head_dim - begin);
     widen_rows(head_of(args.d_out_v, h, begin, channels), token, tokens, d_out_v, channel_stride);
     widen_rows(slice(args.w_v, h), begin, channels, w, stride);
-    multiply_deep(RowByRow{d_out_v, channel_stride}, tokens, w, stride, n.v_dim, channels, d_out,
-                  stride, begin > 0);
+    multiply_blocked(KMajor{d_out_v, channel_stride}, tokens, w, stride, n.v_dim, channels, d_out,
+                     stride, begin > 0);
   }
   for (std::int64_t i = 0; i < tokens; ++i) {
     narrow_row(args.d_out.dtype, d_out + i * stride, 1, row_of(args.d_out, token + i, h), n.v_dim);
   }
 }
 
-/// d_w_v of head h and a block of its channels, over all tokens in order.
-void weigh(const ValueProjectionBackward& args, std::int64_t h, std::int64_t begin,
-           Scratch scratch) {
+/// Computes d_w_v of head h for the block of channels at `begin`, summed over all tokens in order.
+void weight_gradient(const ValueProjectionBackward& args, std::int64_t h, std::int64_t begin,
+                     Scratch scratch) {
   const Projection n = sizes(args);
   const std::int64_t channels = std::min(kGradientChannels, n.head_dim - begin);
   const std::int64_t stride = padded_stride(n.v_dim);
@@ -145,15 +144,15 @@ void weigh(const ValueProjectionBackward& args, std::int64_t h, std::int64_t beg
     const std::int64_t tokens = std::min(kTokens, n.tokens - token);
     widen_rows(head_of(args.d_out_v, h, begin, channels), token, tokens, d_out_v, channel_stride);
     widen_rows(head_of(args.out, h, 0, n.v_dim), token, tokens, out, stride);
-    multiply_deep(Transposed{d_out_v, channel_stride}, channels, out, stride, n.v_dim, tokens, d_w,
-                  stride, true);
+    multiply_blocked(MnMajor{d_out_v, channel_stride}, channels, out, stride, n.v_dim, tokens, d_w,
+                     stride, true);
   }
   for (std::int64_t i = 0; i < channels; ++i) {
     float* const sum = d_w + i * stride;
     void* const to = row_of(args.d_w_v, h, begin + i);
     if (is_added_to) {
-      const auto* const before = static_cast<const float*>(to);
-      for (std::int64_t d = 0; d < n.v_dim; ++d) sum[d] += before[d];
+      const auto* const previous = static_cast<const float*>(to);
+      for (std::int64_t d = 0; d < n.v_dim; ++d) sum[d] += previous[d];
     }
     narrow_row(args.d_w_v.dtype, sum, 1, to, n.v_dim);
   }
@@ -168,13 +167,13 @@ namespace winnow::cpu {
 namespace {
 
 HWY_EXPORT(project);
-HWY_EXPORT(project_back);
-HWY_EXPORT(weigh);
+HWY_EXPORT(output_gradient);
+HWY_EXPORT(weight_gradient);
 
 std::size_t lane_bytes(const ValueProjectionForward& args) { return project_bytes(sizes(args)); }
 
 std::size_t lane_bytes(const ValueProjectionBackward& args) {
-  return std::max(project_back_bytes(sizes(args)), weigh_bytes(sizes(args)));
+  return std::max(output_gradient_bytes(sizes(args)), weight_gradient_bytes(sizes(args)));
 }
 
 template <class Args>
@@ -216,17 +215,17 @@ void run(const ValueProjectionForward& args, const Execution& execution) {
 
 void run(const ValueProjectionBackward& args, const Execution& execution) {
   const Projection n = sizes(args);
-  const auto project_back_on_target = HWY_DYNAMIC_DISPATCH(project_back);
-  const auto weigh_on_target = HWY_DYNAMIC_DISPATCH(weigh);
+  const auto output_gradient_on_target = HWY_DYNAMIC_DISPATCH(output_gradient);
+  const auto weight_gradient_on_target = HWY_DYNAMIC_DISPATCH(weight_gradient);
   parallel_for(execution, n.heads * n.token_blocks(), lane_bytes(args),
                [&](std::int64_t i, Scratch scratch) {
-                 project_back_on_target(args, i / n.token_blocks(), i % n.token_blocks() * kTokens,
-                                        scratch);
+                 output_gradient_on_target(args, i / n.token_blocks(),
+                                           i % n.token_blocks() * kTokens, scratch);
                });
   parallel_for(execution, n.heads * n.gradient_blocks(), lane_bytes(args),
                [&](std::int64_t i, Scratch scratch) {
-                 weigh_on_target(args, i / n.gradient_blocks(),
-                                 i % n.gradient_blocks() * kGradientChannels, scratch);
+                 weight_gradient_on_target(args, i / n.gradient_blocks(),
+                                           i % n.gradient_blocks() * kGradientChannels, scratch);
                });
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of bf16, fp16 or fp32 to fp32 and back, the rounding that of core/numerics.h.
+// Converts rows of bf16, fp16 or fp32 to fp32 and back, with the rounding of core/numerics.h.
+// Included once per SIMD target.
 #include <cassert>
 #include <cstdint>
 #include <cstring>
@@ -21,8 +22,8 @@ HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// The vector forms of to_float, to_bfloat16 and to_float16. Integer arithmetic keeps denormals,
-// which the conversion instructions of some targets flush.
+// Vector versions of to_float, to_bfloat16 and to_float16. Integer arithmetic keeps denormals,
+// which the conversion instructions of some targets flush to zero.
 
 template <class D, class U = hn::RebindToUnsigned<D>>
 HWY_INLINE hn::Vec<D> widen_bits(D d, hn::Vec<U> bits, BFloat16) {
@@ -34,7 +35,7 @@ HWY_INLINE hn::Vec<D> widen_bits(D d, hn::Vec<U> bits, Float16) {
   const U u;
   const auto magnitude = hn::And(bits, hn::Set(u, 0x7fffu));
   const auto sign = hn::ShiftLeft<16>(hn::And(bits, hn::Set(u, 0x8000u)));
-  // Exponent 31 stands for infinity and NaN in fp16 and must become 255.
+  // Exponent 31 means infinity or NaN in fp16 and must become 255.
   const auto is_special = hn::Gt(magnitude, hn::Set(u, 0x7bffu));
   const auto normal =
       hn::Add(hn::ShiftLeft<13>(magnitude),
@@ -57,7 +58,7 @@ HWY_INLINE hn::Vec<U> narrow_bits(D, hn::Vec<D> x, BFloat16) {
   const U u;
   const auto bits = hn::BitCast(u, x);
   const auto nan = hn::Or(hn::ShiftRight<16>(bits), hn::Set(u, 0x40u));
-  // Not x != x: that is false for NaN on some targets.
+  // Tests bits, since x != x is false for NaN on some targets.
   const auto is_nan = hn::Gt(hn::And(bits, hn::Set(u, 0x7fffffffu)), hn::Set(u, 0x7f800000u));
   return hn::IfThenElse(is_nan, nan, round_shift_16(u, bits));
 }
@@ -71,15 +72,15 @@ HWY_INLINE hn::Vec<U> narrow_bits(D d, hn::Vec<D> x, Float16) {
   const auto is_odd = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(u, 1u));
   const auto rounded = hn::ShiftRight<13>(hn::Add(magnitude, hn::Add(hn::Set(u, 0xfffu), is_odd)));
   const auto normal = hn::Sub(rounded, hn::Set(u, 112u << 10));
-  // Added to 1/2, whose last bit is 2^-24, a denormal's bits stand at the end of the mantissa,
-  // rounded.
+  // Adding 1/2, whose last mantissa bit is 2^-24, rounds a denormal and leaves its bits at the end
+  // of the mantissa.
   const auto half = hn::Set(d, 0.5f);
   const auto denormal =
       hn::Sub(hn::BitCast(u, hn::Add(hn::BitCast(d, magnitude), half)), hn::BitCast(u, half));
   const auto finite = hn::IfThenElse(hn::Lt(magnitude, hn::Set(u, 113u << 23)), denormal, normal);
   const auto infinite = hn::IfThenElse(hn::Gt(magnitude, hn::Set(u, 0x7f800000u)),
                                        hn::Set(u, 0x7e00u), hn::Set(u, 0x7c00u));
-  // 65520, from where on rounding gives infinity.
+  // The largest float below 65520, from which on rounding gives infinity.
   const auto overflows = hn::Gt(magnitude, hn::Set(u, 0x477fefffu));
   return hn::Or(sign, hn::IfThenElse(overflows, infinite, finite));
 }
@@ -135,7 +136,7 @@ void narrow_row(const float* from, float factor, T* to, std::int64_t count) {
   for (; i < count; ++i) to[i] = from_float(from[i] * factor, T{});
 }
 
-/// `count` elements of type `dtype` (bf16, f16 or f32) to fp32. Reads nothing behind them.
+/// Converts `count` elements of type `dtype` (bf16, f16 or f32) to fp32. Reads nothing after them.
 inline void widen_row(DType dtype, const void* from, float* to, std::int64_t count) {
   switch (dtype) {
     case DType::bf16:
@@ -150,7 +151,7 @@ inline void widen_row(DType dtype, const void* from, float* to, std::int64_t cou
   }
 }
 
-/// factor * from[i], rounded once to nearest even. Writes nothing behind `count` elements.
+/// to[i] = factor * from[i], rounded once to nearest even. Writes nothing after `count` elements.
 inline void narrow_row(DType dtype, const float* from, float factor, void* to, std::int64_t count) {
   switch (dtype) {
     case DType::bf16:
@@ -164,7 +165,7 @@ inline void narrow_row(DType dtype, const float* from, float factor, void* to, s
   }
 }
 
-/// The address of the row at `index` of the leading dimensions.
+/// The address of the row at `index` in the leading dimensions.
 template <class... Index>
 void* row_of(const Tensor& tensor, Index... index) {
   std::int64_t offset = 0;

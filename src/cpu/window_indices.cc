@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Index lists of a sliding window and pooled entries. Integers only, bound by writing them.
+// Index lists of a sliding window and pool entries. Bound by the memory writes of the lists.
 #include <algorithm>
 #include <numeric>
 

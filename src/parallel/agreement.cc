@@ -8,7 +8,7 @@
 
 namespace winnow::parallel {
 
-std::uint64_t mixed(std::uint64_t x) {  // splitmix64
+std::uint64_t mixed(std::uint64_t x) {
   x += 0x9e3779b97f4a7c15U;
   x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9U;
   x = (x ^ x >> 27) * 0x94d049bb133111ebU;
@@ -17,12 +17,12 @@ std::uint64_t mixed(std::uint64_t x) {  // splitmix64
 
 namespace {
 
-constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+constexpr std::int64_t kMaxCount = std::numeric_limits<std::int32_t>::max();
 constexpr DTypes kAnyType = {DType::f32, DType::bf16,    DType::f16,
                              DType::f64, DType::f8_e4m3, DType::i32};
 constexpr DTypes kSumType = {DType::f32};
 
-/// "reduce_scatter 3 of f32[300, 16]"
+/// Formats a call for errors: "reduce_scatter 3 of f32[300, 16]".
 std::string describe(const Signature& signature) {
   return fmt::format("{} {} of {}[{}, {}]", name(signature.kind), signature.number,
                      winnow::name(static_cast<DType>(signature.dtype)), signature.rows,
@@ -54,8 +54,8 @@ Collective checked_collective(CallKind kind, const Tensor& shard, const Tensor& 
   }
   Collective call;
   for (std::size_t r = 0; r < rows.size(); ++r) {
-    // MPI counts rows of all ranks, and of one rank from all others, in 32 bits.
-    check.in_range(fmt::format("rows[{}]", r).c_str(), rows[r], 0, kMost / size);
+    // MPI takes the rows of all ranks, and size times the rows of one rank, as 32-bit counts.
+    check.in_range(fmt::format("rows[{}]", r).c_str(), rows[r], 0, kMaxCount / size);
     call.first.push_back(call.total);
     call.total += rows[r];
     call.signature.split = mixed(call.signature.split ^ static_cast<std::uint64_t>(rows[r]));
@@ -68,7 +68,8 @@ Collective checked_collective(CallKind kind, const Tensor& shard, const Tensor& 
   check.input("whole", whole, {"rows", "width"}, {shard.dtype});
   check_rows(check, "shard", shard, call.own);
   check_rows(check, "whole", whole, call.total);
-  check.dim_in_range("width", 0, kMost / element_bytes(shard.dtype));  // MPI counts its bytes
+  // MPI takes the bytes of a row as a 32-bit count too.
+  check.dim_in_range("width", 0, kMaxCount / element_bytes(shard.dtype));
   call.row_bytes = shard.shape[1] * element_bytes(shard.dtype);
   call.signature.number = number;
   call.signature.history = history;
@@ -84,11 +85,11 @@ void check_agreement(std::span<const Signature> of_ranks) {
     const Signature& first = of_ranks[0];
     const Signature& other = of_ranks[r];
     if (other == first) continue;
-    Signature alike = other;
-    alike.split = first.split;
-    alike.history = first.history;
+    Signature same_history = other;
+    same_history.split = first.split;
+    same_history.history = first.history;
     throw Error(ErrorCode::communication,
-                alike == first
+                same_history == first
                     ? fmt::format("{}: ranks 0 and {} do not agree on {}", describe(first), r,
                                   other.split != first.split
                                       ? "how many rows each rank has"

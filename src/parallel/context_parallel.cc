@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// gather_keys and scatter_key_grads: collectives in the order of ranks, rows in global order.
+// gather_keys and scatter_key_grads: collectives work in rank order (one shard after another), and
+// rows are permuted from or to global order.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -23,7 +24,7 @@ constexpr DTypes kKeyTypes = {DType::bf16, DType::f16,     DType::f32,
                               DType::f64,  DType::f8_e4m3, DType::i32};
 constexpr DTypes kGradientTypes = {DType::bf16, DType::f16, DType::f32};
 
-/// [rows, width] of a tensor whose dimensions behind the first stand together.
+/// Views a tensor that is contiguous after its first dimension as [rows, width].
 Tensor as_rows(const Check& check, const char* argument, const Tensor& tensor) {
   if (!tensor) check.fail(argument, "absent", refusal::absent);
   if (tensor.rank < 1 || tensor.rank > 4) {
@@ -51,24 +52,24 @@ bool is_contiguous(const Tensor& rows) {
   return rows.shape[0] <= 1 || rows.stride[0] == rows.shape[1];
 }
 
-/// One call: its tensors as rows, and where each row of the order of ranks stands globally.
+/// A checked call: its tensors as rows, and the permutation from rank order to global order.
 struct Plan {
   Tensor shard;                    // [own rows, width]
   Tensor whole;                    // [tokens, width]
   std::vector<std::int64_t> rows;  // of each rank
-  std::vector<Run> runs;           // from the order of ranks to the global order
+  std::vector<Run> runs;           // from rank order to global order
   std::int64_t tokens = 0;
 
   bool in_order() const { return runs.size() <= 1; }
 };
 
-/// Every global row stands once in the shards.
+/// Fills plan.runs; refuses shards that are not a permutation of the rows.
 void find_runs(const Check& check, const Shards& shards, Plan& plan) {
-  std::vector<bool> held(static_cast<std::size_t>(plan.tokens), false);
-  std::int64_t at = 0;
+  std::vector<bool> is_held(static_cast<std::size_t>(plan.tokens), false);
+  std::int64_t rank_row = 0;
   for (std::size_t rank = 0; rank < shards.rows.size(); ++rank) {
     const std::vector<std::int32_t>& rows = shards.rows[rank];
-    for (std::size_t i = 0; i < rows.size(); ++i, ++at) {
+    for (std::size_t i = 0; i < rows.size(); ++i, ++rank_row) {
       const std::int64_t row = rows[i];
       const auto refuse = [&](const char* sentence, const auto&... values) {
         check.fail(fmt::format("shards.rows[{}][{}]", rank, i), fmt::to_string(row), sentence,
@@ -76,11 +77,11 @@ void find_runs(const Check& check, const Shards& shards, Plan& plan) {
       };
       if (row < 0) refuse(refusal::at_least, 0);
       if (row >= plan.tokens) refuse(refusal::at_most, plan.tokens - 1);
-      if (held[static_cast<std::size_t>(row)]) refuse(refusal::one_of, "a row that stands once");
-      held[static_cast<std::size_t>(row)] = true;
-      const bool goes_on =
-          !plan.runs.empty() && plan.runs.back().to - plan.runs.back().first == row - at;
-      if (!goes_on) plan.runs.push_back({at, at, row});
+      if (is_held[static_cast<std::size_t>(row)]) refuse(refusal::one_of, "a row that stands once");
+      is_held[static_cast<std::size_t>(row)] = true;
+      const bool continues_run =
+          !plan.runs.empty() && plan.runs.back().to - plan.runs.back().first == row - rank_row;
+      if (!continues_run) plan.runs.push_back({rank_row, rank_row, row});
     }
   }
 }
@@ -96,7 +97,7 @@ Plan checked(const char* op, const Communicator& communicator, const Tensor& sha
   Plan plan;
   plan.shard = as_rows(check, "shard", shard);
   plan.whole = as_rows(check, "whole", whole);
-  Tensor expected = shard;  // but for the rows and the type
+  Tensor expected = shard;  // apart from rows and type
   expected.shape[0] = whole.shape[0];
   if (whole.rank != shard.rank ||
       !std::equal(&whole.shape[0], &whole.shape[0] + whole.rank, &expected.shape[0])) {
@@ -127,8 +128,8 @@ Plan checked(const char* op, const Communicator& communicator, const Tensor& sha
   return plan;
 }
 
-/// checked(), and what other ranks must know of it: which rows every rank has, or that there is a
-/// call that this rank does not take part in.
+/// Calls checked() and records in the communicator's history which rows every rank has, or that
+/// this rank refused the call, so that ranks that differ find out at the next collective.
 Plan agreed(const char* op, Communicator& communicator, const Tensor& shard, const Tensor& whole,
             const Shards& shards) {
   constexpr std::uint64_t kRefused = 1;
@@ -145,7 +146,7 @@ Plan agreed(const char* op, Communicator& communicator, const Tensor& shard, con
   }
 }
 
-/// Memory for [rows, width] tensors: of the caller's workspace where that is large enough.
+/// Memory for [rows, width] tensors: the caller's workspace if that is large enough.
 class Staging {
  public:
   Staging(Device device, const Execution& execution, std::size_t bytes)
@@ -190,7 +191,7 @@ class Staging {
   std::byte* next_ = nullptr;
 };
 
-/// `tensor`, or staged memory of its shape in `dtype` that the copy to or from it goes through.
+/// `tensor` itself, or, if a copy is needed, staging memory of its shape with type `dtype`.
 Tensor staged_if(bool needed, const Tensor& tensor, DType dtype, Staging& staging) {
   return needed ? staging.take(tensor.shape[0], tensor.shape[1], dtype) : tensor;
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Context parallel on a CUDA device: memory, copies, and rows into another order.
+// Context parallel on a CUDA device: allocation, copies, and the permutation of rows.
 //
-// A warp copies a row, in pieces of 16 bytes where all rows begin and end at such. Bound by memory.
+// One warp copies one row, with 16-byte accesses if all rows are aligned to 16 bytes. Bound by
+// memory bandwidth.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -17,9 +18,9 @@ using cuda::DeviceGuard;
 constexpr int kLanes = 32;
 constexpr int kRowsPerBlock = 8;
 
-/// Rows of elements of type T.
+/// A row-major matrix with elements of type T.
 template <class T>
-struct RowsOf {
+struct Matrix {
   T* data;
   std::int64_t stride;
 };
@@ -30,14 +31,15 @@ struct Size {
   std::int64_t runs;
 };
 
+/// Stores a value, rounded to the type of `to`.
 template <class T>
-__device__ void put(T value, T& to) {
+__device__ void store(T value, T& to) {
   to = value;
 }
-__device__ void put(float value, __nv_bfloat16& to) { to = __float2bfloat16_rn(value); }
-__device__ void put(float value, __half& to) { to = __float2half_rn(value); }
+__device__ void store(float value, __nv_bfloat16& to) { to = __float2bfloat16_rn(value); }
+__device__ void store(float value, __half& to) { to = __float2half_rn(value); }
 
-/// The last run that begins at or before row i.
+/// Binary search for the run that contains row i.
 __device__ Run find_run(const Run* runs, std::int64_t count, std::int64_t i) {
   std::int64_t low = 0;
   while (count > 1) {
@@ -50,7 +52,7 @@ __device__ Run find_run(const Run* runs, std::int64_t count, std::int64_t i) {
 
 template <class From, class To>
 __global__ void __launch_bounds__(kRowsPerBlock* kLanes)
-    copy_rows_kernel(RowsOf<const From> from, RowsOf<To> to, const Run* runs, Size size) {
+    copy_rows_kernel(Matrix<const From> from, Matrix<To> to, const Run* runs, Size size) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const std::int64_t step = std::int64_t{gridDim.x} * kRowsPerBlock;
   for (std::int64_t i = std::int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / kLanes;
@@ -58,31 +60,32 @@ __global__ void __launch_bounds__(kRowsPerBlock* kLanes)
     const Run run = find_run(runs, size.runs, i);
     const From* const source = from.data + (run.from + i - run.first) * from.stride;
     To* const target = to.data + (run.to + i - run.first) * to.stride;
-    for (std::int64_t d = lane; d < size.width; d += kLanes) put(source[d], target[d]);
+    for (std::int64_t d = lane; d < size.width; d += kLanes) store(source[d], target[d]);
   }
 }
 
-/// The elements of both tensors, of which `in_piece` make up a From or a To.
+/// Launches the copy with accesses of type From and To, each `elements_per_access` elements wide.
 template <class From, class To>
-void launch_copy(const Tensor& from, const Tensor& to, const Run* runs, Size size, int in_piece,
-                 const Execution& execution) {
-  size.width /= in_piece;
-  cuda::launch(copy_rows_kernel<From, To>,
-               {.blocks = cuda::blocks_for(size.rows, kRowsPerBlock),
-                .threads = kRowsPerBlock * kLanes,
-                .stream = execution.stream},
-               RowsOf<const From>{static_cast<const From*>(from.data), from.stride[0] / in_piece},
-               RowsOf<To>{static_cast<To*>(to.data), to.stride[0] / in_piece}, runs, size);
+void launch_copy(const Tensor& from, const Tensor& to, const Run* runs, Size size,
+                 int elements_per_access, const Execution& execution) {
+  size.width /= elements_per_access;
+  cuda::launch(
+      copy_rows_kernel<From, To>,
+      {.blocks = cuda::blocks_for(size.rows, kRowsPerBlock),
+       .threads = kRowsPerBlock * kLanes,
+       .stream = execution.stream},
+      Matrix<const From>{static_cast<const From*>(from.data), from.stride[0] / elements_per_access},
+      Matrix<To>{static_cast<To*>(to.data), to.stride[0] / elements_per_access}, runs, size);
 }
 
 template <class T>
 void launch_plain_copy(const Tensor& from, const Tensor& to, const Run* runs, const Size& size,
                        const Execution& execution) {
-  const int in_vector = sizeof(uint4) / sizeof(T);
-  const bool in_vectors =
-      size.width % in_vector == 0 && cuda::has_aligned_rows(from) && cuda::has_aligned_rows(to);
-  if (in_vectors) {
-    launch_copy<uint4, uint4>(from, to, runs, size, in_vector, execution);
+  const int elements_per_vector = sizeof(uint4) / sizeof(T);
+  const bool is_vectorized = size.width % elements_per_vector == 0 &&
+                             cuda::has_aligned_rows(from) && cuda::has_aligned_rows(to);
+  if (is_vectorized) {
+    launch_copy<uint4, uint4>(from, to, runs, size, elements_per_vector, execution);
   } else {
     launch_copy<T, T>(from, to, runs, size, 1, execution);
   }
@@ -100,15 +103,15 @@ void* allocate_on_device(Device device, std::size_t bytes, const Execution& exec
 void free_on_device(Device device, void* memory, const Execution& execution) noexcept {
   int previous = 0;
   cudaGetDevice(&previous);
-  cudaSetDevice(device.index);              // the default stream is that of the current device
-  cudaFreeAsync(memory, execution.stream);  // a broken stream reports it to the caller's next call
+  cudaSetDevice(device.index);              // stream 0 means that of the current device
+  cudaFreeAsync(memory, execution.stream);  // errors surface at the caller's next CUDA call
   cudaSetDevice(previous);
 }
 
 void copy_rows_on_device(const Tensor& from, const Tensor& to, std::span<const Run> runs,
                          std::int64_t rows, const Execution& execution) {
   const DeviceGuard guard(from.device);
-  Execution own = execution;  // the caller's workspace holds the rows
+  Execution own = execution;  // the caller's workspace is in use: it holds the rows
   own.workspace = nullptr;
   cuda::Workspace workspace(own, cuda::Workspace::bytes({runs.size_bytes()}));
   Run* const on_device = workspace.take<Run>(static_cast<std::int64_t>(runs.size()));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What context parallel asks of a CUDA device. A build without CUDA gets functions that throw
+// What context parallel needs from a CUDA device. In a build without CUDA these functions throw
 // Error(unsupported).
 #pragma once
 
@@ -12,13 +12,13 @@
 
 namespace winnow::parallel {
 
-// All of them in the order of the stream.
+// Enqueued on execution.stream.
 void* allocate_on_device(Device device, std::size_t bytes, const Execution& execution);
 void free_on_device(Device device, void* memory, const Execution& execution) noexcept;
 void copy_rows_on_device(const Tensor& from, const Tensor& to, std::span<const Run> runs,
                          std::int64_t rows, const Execution& execution);
 
-// These wait for the copy.
+// These synchronise with the stream before they return.
 void download(Device device, void* host, const void* memory, std::size_t bytes,
               const Execution& execution);
 void upload(Device device, void* memory, const void* host, std::size_t bytes,

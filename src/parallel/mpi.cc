@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The communicator over MPI: non-blocking collectives on host memory, watched by a clock.
+// The communicator over MPI: non-blocking collectives on host memory, polled until a time-out.
 #include <cstddef>
 #include <cstring>
 #include <limits>
@@ -40,9 +40,9 @@ bool mpi_is_running() {
   return initialized != 0 && finalized == 0;
 }
 
-/// Waits for a request, up to the deadline. MPI_Test also moves the messages on.
+/// Waits for a request, up to the deadline. Calling MPI_Test also drives the progress of messages.
 void finish(MPI_Request& request, Clock::time_point deadline, const std::string& what) {
-  constexpr std::chrono::milliseconds kPatience{1};  // then others get the core
+  constexpr std::chrono::milliseconds kSpinTime{1};  // after which it sleeps between polls
   const Clock::time_point start = Clock::now();
   for (int done = 0; true;) {
     mpi_check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), what);
@@ -52,7 +52,7 @@ void finish(MPI_Request& request, Clock::time_point deadline, const std::string&
       throw Error(ErrorCode::communication,
                   what + ": time-out: some rank has not come, or has stopped");
     }
-    if (now - start < kPatience) {
+    if (now - start < kSpinTime) {
       std::this_thread::yield();
     } else {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -60,14 +60,14 @@ void finish(MPI_Request& request, Clock::time_point deadline, const std::string&
   }
 }
 
-/// So many bytes as one element, so that MPI's counts are rows.
+/// An MPI datatype of one row, so that MPI's 32-bit counts are rows and not bytes.
 class RowType {
  public:
   RowType(std::int64_t bytes, std::string_view what) {
     mpi_check(MPI_Type_contiguous(static_cast<int>(bytes), MPI_BYTE, &type_), what);
     mpi_check(MPI_Type_commit(&type_), what);
   }
-  ~RowType() { MPI_Type_free(&type_); }  // MPI keeps it for the messages that still need it
+  ~RowType() { MPI_Type_free(&type_); }  // pending operations keep their reference to it
   RowType(const RowType&) = delete;
   RowType& operator=(const RowType&) = delete;
   MPI_Datatype get() const { return type_; }
@@ -86,7 +86,7 @@ class MpiCommunicator final : public Communicator {
     try {
       finish(request, Clock::now() + timeout, kWhat);
     } catch (const Error&) {
-      duplicate.release();  // MPI may still write to it
+      duplicate.release();  // leaked on purpose: MPI may still write to it
       throw;
     }
     comm_ = *duplicate;
@@ -99,7 +99,7 @@ class MpiCommunicator final : public Communicator {
     if (broken_.empty()) {
       MPI_Comm_free(&comm_);
     } else {
-      // A rank that comes late would still write to this memory: it stays for good.
+      // Leaked on purpose: a late rank may still write to these buffers.
       new std::vector<std::shared_ptr<const void>>(std::move(in_flight_));
     }
   }
@@ -114,19 +114,19 @@ class MpiCommunicator final : public Communicator {
     guarded([&](Clock::time_point deadline, const std::string& what) {
       agree(call, deadline, what);
       if (call.total * call.row_bytes == 0) return;
-      std::byte* const all = memory(call.total * call.row_bytes);
+      std::byte* const all = buffer(call.total * call.row_bytes);
       to_host(all + call.first[rank_] * call.row_bytes, shard, call.own * call.row_bytes,
               execution);
       const auto& counts = ints(call.rows);
-      const auto& places = ints(call.first);
+      const auto& offsets = ints(call.first);
       const RowType row(call.row_bytes, what);
       MPI_Request request = MPI_REQUEST_NULL;
-      mpi_check(MPI_Iallgatherv(MPI_IN_PLACE, 0, row.get(), all, counts.data(), places.data(),
+      mpi_check(MPI_Iallgatherv(MPI_IN_PLACE, 0, row.get(), all, counts.data(), offsets.data(),
                                 row.get(), comm_, &request),
                 what);
       finish(request, deadline, what);
       from_host(whole, all, call.total * call.row_bytes, execution);
-      traffic_.gathered += call.foreign_bytes();
+      traffic_.gathered += call.remote_bytes();
     });
   }
 
@@ -136,22 +136,22 @@ class MpiCommunicator final : public Communicator {
     guarded([&](Clock::time_point deadline, const std::string& what) {
       agree(call, deadline, what);
       if (call.total * call.row_bytes == 0) return;
-      std::byte* const sent = memory(call.total * call.row_bytes);
-      std::byte* const received = memory(size_ * call.own * call.row_bytes);
+      std::byte* const sent = buffer(call.total * call.row_bytes);
+      std::byte* const received = buffer(size_ * call.own * call.row_bytes);
       to_host(sent, whole, call.total * call.row_bytes, execution);
       const auto& counts = ints(call.rows);
-      const auto& places = ints(call.first);
+      const auto& offsets = ints(call.first);
       const auto& own_counts = ints(std::vector<std::int64_t>(counts.size(), call.own));
-      std::vector<std::int64_t> firsts;
-      for (int r = 0; r < size_; ++r) firsts.push_back(r * call.own);
-      const auto& own_places = ints(firsts);
+      std::vector<std::int64_t> offsets_by_rank;
+      for (int r = 0; r < size_; ++r) offsets_by_rank.push_back(r * call.own);
+      const auto& own_offsets = ints(offsets_by_rank);
       const RowType row(call.row_bytes, what);
       MPI_Request request = MPI_REQUEST_NULL;
-      mpi_check(MPI_Ialltoallv(sent, counts.data(), places.data(), row.get(), received,
-                               own_counts.data(), own_places.data(), row.get(), comm_, &request),
+      mpi_check(MPI_Ialltoallv(sent, counts.data(), offsets.data(), row.get(), received,
+                               own_counts.data(), own_offsets.data(), row.get(), comm_, &request),
                 what);
       finish(request, deadline, what);
-      // In the order of ranks, so that a result is the same bits every time.
+      // Summed in the order of ranks, so that results are bitwise reproducible.
       const std::int64_t elements = call.own * call.row_bytes / sizeof(float);
       auto* const sum = reinterpret_cast<float*>(received);
       for (int r = 1; r < size_; ++r) {
@@ -159,14 +159,14 @@ class MpiCommunicator final : public Communicator {
         for (std::int64_t i = 0; i < elements; ++i) sum[i] += part[i];
       }
       from_host(shard, received, call.own * call.row_bytes, execution);
-      traffic_.reduced += call.foreign_bytes();
+      traffic_.reduced += call.remote_bytes();
     });
   }
 
-  void wait(const Execution&) override { refuse_if_broken(); }  // collectives wait themselves
+  void wait(const Execution&) override { refuse_if_broken(); }  // collectives block
 
  private:
-  /// Counts the call also where its arguments are refused: other ranks may be in it.
+  /// Counts the call even if its arguments are refused, since other ranks may have entered it.
   Collective begin(CallKind kind, const Tensor& shard, const Tensor& whole,
                    std::span<const std::int64_t> rows) {
     refuse_if_broken();
@@ -201,14 +201,15 @@ class MpiCommunicator final : public Communicator {
     parallel::check_agreement(all);
   }
 
-  // What a collective works on is ours and not the caller's: after a time-out MPI may still use it.
+  // Buffers of a collective are owned by the communicator, since MPI may still use them after a
+  // time-out, when the caller's memory may be freed.
   template <class T>
   T& keep(T value) {
     auto kept = std::make_shared<T>(std::move(value));
     in_flight_.push_back(kept);
     return *kept;
   }
-  std::byte* memory(std::int64_t bytes) {
+  std::byte* buffer(std::int64_t bytes) {
     auto kept = std::make_shared_for_overwrite<std::byte[]>(static_cast<std::size_t>(bytes));
     in_flight_.push_back(kept);
     return kept.get();
@@ -243,8 +244,8 @@ class MpiCommunicator final : public Communicator {
   int size_ = 0;
   std::chrono::milliseconds timeout_;
   std::uint64_t number_ = 0;  // of the last collective
-  std::string what_;          // that collective, for errors
-  std::string broken_;        // by which error; empty: it works
+  std::string what_;          // describes that collective in errors
+  std::string broken_;        // the error that broke the communicator; empty while it works
   Traffic traffic_;
   std::vector<std::shared_ptr<const void>> in_flight_;
 };

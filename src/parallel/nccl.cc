@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The communicator over NCCL. Everything is enqueued; what the ranks asked for goes ahead of the
-// data, and `wait` compares it.
+// The communicator over NCCL. Collectives are only enqueued on the stream: the signatures of the
+// ranks are exchanged ahead of the data, and `wait` compares them.
 #include <algorithm>
 #include <array>
 #include <functional>
@@ -29,7 +29,7 @@ using parallel::Collective;
 using parallel::Signature;
 using Clock = std::chrono::steady_clock;
 
-// Numbers of NCCL 2, as its header defines them.
+// Constants of NCCL 2, as defined in nccl.h.
 constexpr int kSuccess = 0, kInProgress = 7;
 constexpr int kUint8 = 1, kFloat32 = 7;
 constexpr int kSum = 0;
@@ -83,20 +83,20 @@ Nccl open_nccl() {
   return nccl;
 }
 
-/// Opened at the first call that needs it; it stays open.
+/// Loads libnccl at the first call; it stays loaded.
 const Nccl& nccl() {
   static const Nccl opened = open_nccl();
   return opened;
 }
 
-bool equal_rows(const Collective& call) {
+bool has_equal_shards(const Collective& call) {
   return call.own * static_cast<std::int64_t>(call.rows.size()) == call.total &&
          std::adjacent_find(call.rows.begin(), call.rows.end(), std::not_equal_to<>()) ==
              call.rows.end();
 }
 
-/// Signatures of the collectives that nobody has waited for, on the host and on the device: in
-/// every slot the own one, and behind it those of all ranks.
+/// Signatures of the collectives that have not been waited for, in pinned host memory and on the
+/// device. A slot holds the signature of this rank, followed by those of all ranks.
 class Signatures {
  public:
   Signatures(int ranks, Device device) : ranks_(static_cast<std::size_t>(ranks)) {
@@ -145,20 +145,20 @@ class NcclCommunicator final : public Communicator {
   NcclCommunicator(ncclComm* comm, std::chrono::milliseconds timeout)
       : comm_(comm),
         timeout_(timeout),
-        rank_(ask(nccl().CommUserRank)),
-        size_(ask(nccl().CommCount)),
-        device_{DeviceKind::cuda, ask(nccl().CommCuDevice)},
+        rank_(query(nccl().CommUserRank)),
+        size_(query(nccl().CommCount)),
+        device_{DeviceKind::cuda, query(nccl().CommCuDevice)},
         signatures_(size_, device_) {
     for (std::size_t slot = 0; slot < Signatures::kSlots; ++slot) free_slots_.push_back(slot);
   }
 
-  /// Frees memory only when no collective uses it any more; one whose rank is gone is aborted.
+  /// Waits for pending collectives, since they use our memory; after the time-out they are aborted.
   ~NcclCommunicator() override {
     if (!broken_.empty()) return;
     try {
       guarded([&] { finish_pending(); });
     } catch (const std::exception&) {
-      // It is aborted, and there is nobody left to tell.
+      // guarded() has aborted the communicator; a destructor cannot report the error.
     }
   }
 
@@ -170,19 +170,19 @@ class NcclCommunicator final : public Communicator {
                   const Execution& execution) override {
     const Collective call = begin(CallKind::all_gather, shard, whole, rows);
     guarded([&] {
-      agree_later(call, execution.stream);
-      if (equal_rows(call)) {
+      enqueue_agreement(call, execution.stream);
+      if (has_equal_shards(call)) {
         check(nccl().AllGather(shard.data, whole.data, bytes(call, call.own), kUint8, comm_,
                                execution.stream));
       } else {
-        by_rank(call, [&](int r, std::int64_t first, std::int64_t rows_of_rank) {
+        for_each_rank(call, [&](int r, std::int64_t first, std::int64_t rows_of_rank) {
           std::byte* const part = static_cast<std::byte*>(whole.data) + first * call.row_bytes;
           return nccl().Broadcast(r == rank_ ? shard.data : part, part, bytes(call, rows_of_rank),
                                   kUint8, r, comm_, execution.stream);
         });
       }
       mark_done(execution.stream);
-      traffic_.gathered += call.foreign_bytes();
+      traffic_.gathered += call.remote_bytes();
     });
   }
 
@@ -190,12 +190,12 @@ class NcclCommunicator final : public Communicator {
                       const Execution& execution) override {
     const Collective call = begin(CallKind::reduce_scatter, shard, whole, rows);
     guarded([&] {
-      agree_later(call, execution.stream);
-      if (equal_rows(call)) {
+      enqueue_agreement(call, execution.stream);
+      if (has_equal_shards(call)) {
         check(nccl().ReduceScatter(whole.data, shard.data, bytes(call, call.own) / sizeof(float),
                                    kFloat32, kSum, comm_, execution.stream));
       } else {
-        by_rank(call, [&](int r, std::int64_t first, std::int64_t rows_of_rank) {
+        for_each_rank(call, [&](int r, std::int64_t first, std::int64_t rows_of_rank) {
           const std::byte* const part =
               static_cast<const std::byte*>(whole.data) + first * call.row_bytes;
           return nccl().Reduce(part, shard.data, bytes(call, rows_of_rank) / sizeof(float),
@@ -203,13 +203,13 @@ class NcclCommunicator final : public Communicator {
         });
       }
       mark_done(execution.stream);
-      traffic_.reduced += call.foreign_bytes();
+      traffic_.reduced += call.remote_bytes();
     });
   }
 
   void wait(const Execution& execution) override {
     refuse_if_broken();
-    guarded([&] { settle(execution.stream); });
+    guarded([&] { wait_and_compare(execution.stream); });
   }
 
  private:
@@ -218,18 +218,18 @@ class NcclCommunicator final : public Communicator {
     cudaStream_t stream;
   };
 
-  int ask(int (*question)(ncclComm*, int*)) const {
-    int answer = 0;
-    const int result = question(comm_, &answer);
+  int query(int (*function)(ncclComm*, int*)) const {
+    int value = 0;
+    const int result = function(comm_, &value);
     if (result != kSuccess) {
       throw Error(ErrorCode::communication,
                   fmt::format("nccl_communicator: NCCL: {}", nccl().GetErrorString(result)));
     }
-    return answer;
+    return value;
   }
 
-  /// A communicator that does not block says that a call is under way; then it is waited for, since
-  /// the next call may only follow after it.
+  /// Throws if a NCCL call failed. On a non-blocking communicator a call may be in progress; waits
+  /// for it, since NCCL allows the next call only after that.
   void check(int result) const {
     const Clock::time_point deadline = Clock::now() + timeout_;
     while (result == kInProgress) {
@@ -249,7 +249,7 @@ class NcclCommunicator final : public Communicator {
   Collective begin(CallKind kind, const Tensor& shard, const Tensor& whole,
                    std::span<const std::int64_t> rows) {
     refuse_if_broken();
-    // Counted also where the arguments are refused: other ranks may be in the call.
+    // Counts the call even if its arguments are refused, since other ranks may have entered it.
     ++number_;
     const Collective call =
         parallel::checked_collective(kind, shard, whole, rows, rank_, size_, number_, history());
@@ -258,7 +258,7 @@ class NcclCommunicator final : public Communicator {
       arguments.fail("shard", winnow::describe(shard), refusal::device, describe(device_),
                      "the communicator");
     }
-    if (free_slots_.empty()) guarded([&] { settle(pending_.front().stream); });
+    if (free_slots_.empty()) guarded([&] { wait_and_compare(pending_.front().stream); });
     return call;
   }
 
@@ -274,8 +274,8 @@ class NcclCommunicator final : public Communicator {
       body();
     } catch (const std::exception& error) {
       broken_ = error.what();
-      // Ends what still runs on the device. It may have to wait for work of the caller in front of
-      // that, so it does so by itself; the destructor joins it.
+      // Aborts what still runs on the device. That may block on the caller's work ahead of it in
+      // the stream, so a thread does it, which the destructor joins.
       abort_ = std::jthread([comm = comm_, device = device_.index] {
         cudaSetDevice(device);
         nccl().CommAbort(comm);
@@ -288,9 +288,9 @@ class NcclCommunicator final : public Communicator {
     return static_cast<std::size_t>(rows * call.row_bytes);
   }
 
-  /// One call for each rank that has rows, all of them at once.
+  /// Makes one NCCL call for each rank that has rows, all in one group.
   template <class CallOfRank>
-  void by_rank(const Collective& call, const CallOfRank& call_of_rank) {
+  void for_each_rank(const Collective& call, const CallOfRank& call_of_rank) {
     check(nccl().GroupStart());
     int result = kSuccess;
     for (int r = 0; r < size_ && result == kSuccess; ++r) {
@@ -302,8 +302,8 @@ class NcclCommunicator final : public Communicator {
     check(ended);
   }
 
-  /// Enqueues the exchange of signatures; settle() looks at them.
-  void agree_later(const Collective& call, cudaStream_t stream) {
+  /// Enqueues the exchange of signatures, which wait_and_compare() reads.
+  void enqueue_agreement(const Collective& call, cudaStream_t stream) {
     const std::size_t slot = free_slots_.back();
     free_slots_.pop_back();
     *signatures_.own(slot) = call.signature;
@@ -321,7 +321,7 @@ class NcclCommunicator final : public Communicator {
     cuda_check(cudaEventRecord(signatures_.done(pending_.back().slot), stream));
   }
 
-  /// Waits for all collectives, whose streams may be gone by now.
+  /// Waits for all collectives by their events, since their streams may have been destroyed.
   void finish_pending() {
     const Clock::time_point deadline = Clock::now() + timeout_;
     for (const Pending& pending : pending_) {
@@ -332,8 +332,8 @@ class NcclCommunicator final : public Communicator {
     }
   }
 
-  /// Waits for a stream, up to the time-out, and compares the signatures that came on it.
-  void settle(cudaStream_t stream) {
+  /// Waits for a stream, up to the time-out, and compares the signatures exchanged on it.
+  void wait_and_compare(cudaStream_t stream) {
     const Clock::time_point deadline = Clock::now() + timeout_;
     for (cudaError_t state = cudaStreamQuery(stream); state != cudaSuccess;
          state = cudaStreamQuery(stream)) {
@@ -360,12 +360,12 @@ class NcclCommunicator final : public Communicator {
   int rank_;
   int size_;
   Device device_;
-  std::string broken_;  // by which error; empty: it works
+  std::string broken_;  // the error that broke the communicator; empty while it works
   Traffic traffic_;
   Signatures signatures_;
   std::vector<std::size_t> free_slots_;
   std::vector<Pending> pending_;
-  std::jthread abort_;  // last: it ends before the memory that the device may still use is freed
+  std::jthread abort_;  // declared last: joined before memory that the device may use is freed
 };
 
 }  // namespace

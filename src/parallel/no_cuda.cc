@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in for NCCL and for CUDA devices in a build without CUDA.
+// Stubs for NCCL and CUDA devices in a build without CUDA.
 #include "parallel/device.h"
 #include "winnow/error.h"
 #include "winnow/parallel.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in for the communicator over MPI in a build without MPI.
+// Stub for the communicator over MPI in a build without MPI.
 #include "winnow/error.h"
 #include "winnow/parallel.h"
 

@@ -12,7 +12,7 @@
 namespace winnow::parallel {
 namespace {
 
-constexpr std::int64_t kRowsOfTask = 64;
+constexpr std::int64_t kRowsPerTask = 64;
 
 template <class To>
 void round_row(const float* from, To* to, std::int64_t width, To (*round)(float)) {
@@ -53,10 +53,10 @@ void copy_rows(const Tensor& from, const Tensor& to, std::span<const Run> runs, 
     copy_rows_on_device(from, to, runs, rows, execution);
     return;
   }
-  const std::int64_t tasks = (rows + kRowsOfTask - 1) / kRowsOfTask;
+  const std::int64_t tasks = (rows + kRowsPerTask - 1) / kRowsPerTask;
   parallel_for(execution, tasks, 0, [&](std::int64_t task, Scratch) {
-    const std::int64_t end = std::min((task + 1) * kRowsOfTask, rows);
-    for (std::int64_t i = task * kRowsOfTask; i < end; ++i) {
+    const std::int64_t end = std::min((task + 1) * kRowsPerTask, rows);
+    for (std::int64_t i = task * kRowsPerTask; i < end; ++i) {
       const Run& run = run_of(runs, i);
       copy_row(from, run.from + i - run.first, to, run.to + i - run.first);
     }

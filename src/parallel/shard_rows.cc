@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// shard_rows: which rows of a batch every rank holds.
+// shard_rows: the rows of a batch that each rank holds.
 #include <algorithm>
 #include <limits>
 
@@ -9,7 +9,7 @@
 namespace winnow {
 namespace {
 
-constexpr std::int64_t kMostRanks = 1 << 20;  // far past any job, and its lists fit in memory
+constexpr std::int64_t kMaxRanks = 1 << 20;  // more than any job has; the lists still fit in memory
 
 /// Rows [begin, end) of a document.
 struct Document {
@@ -20,16 +20,16 @@ struct Document {
 void check_arguments(std::span<const std::int32_t> cu_seqlens, std::int64_t tokens, int ranks,
                      Sharding sharding, int multiple) {
   const Check check("shard_rows");
-  constexpr std::int32_t kMost = std::numeric_limits<std::int32_t>::max();
+  constexpr std::int32_t kMaxTokens = std::numeric_limits<std::int32_t>::max();
   const auto refuse = [&](std::size_t i, const char* sentence, const auto&... values) {
     check.fail(fmt::format("cu_seqlens[{}]", i), fmt::to_string(cu_seqlens[i]), sentence,
                values...);
   };
-  check.in_range("tokens", tokens, 0, kMost);
-  check.in_range("ranks", ranks, 1, kMostRanks);
+  check.in_range("tokens", tokens, 0, kMaxTokens);
+  check.in_range("ranks", ranks, 1, kMaxRanks);
   check.in_range("sharding", static_cast<std::int32_t>(sharding), 0,
                  static_cast<std::int32_t>(Sharding::zigzag));
-  check.in_range("multiple", multiple, 1, kMost);
+  check.in_range("multiple", multiple, 1, kMaxTokens);
   if (cu_seqlens.empty()) check.fail("cu_seqlens", "[]", refusal::dim_at_least, "documents + 1", 1);
   if (cu_seqlens[0] != 0) refuse(0, refusal::must_start_at_zero);
   for (std::size_t i = 1; i < cu_seqlens.size(); ++i) {
@@ -42,7 +42,7 @@ void check_arguments(std::span<const std::int32_t> cu_seqlens, std::int64_t toke
   }
 }
 
-/// Those that have rows; what stands behind the last one is one more.
+/// The documents that are not empty. Rows after the last document count as one more.
 std::vector<Document> documents_of(std::span<const std::int32_t> cu_seqlens, std::int64_t tokens) {
   std::vector<Document> documents;
   for (std::size_t i = 1; i < cu_seqlens.size(); ++i) {
@@ -56,7 +56,7 @@ void append_rows(std::vector<std::int32_t>& rows, std::int64_t begin, std::int64
   for (std::int64_t row = begin; row < end; ++row) rows.push_back(static_cast<std::int32_t>(row));
 }
 
-/// Borders at r*T/n, or at the nearest row to it where a chunk may begin.
+/// Cuts at r*T/n, or at the nearest row at which a chunk may begin.
 void shard_contiguous(const std::vector<Document>& documents, std::int64_t tokens,
                       std::int64_t multiple, Shards& shards) {
   const auto ranks = static_cast<std::int64_t>(shards.rows.size());
@@ -74,9 +74,9 @@ void shard_contiguous(const std::vector<Document>& documents, std::int64_t token
   }
 }
 
-/// The units (rows, or `multiple` of them) of a document are spread over its chunks as evenly as
-/// can be: chunk i begins at unit floor((i * units + phase) / chunks). The phase runs on from
-/// document to document, so that what is left over does not always fall to the same rank.
+/// Spreads the units (of `multiple` rows) of a document over its chunks as evenly as possible:
+/// chunk i begins at unit floor((i * units + phase) / chunks). The phase carries over from document
+/// to document, so that the remainder does not always go to the same rank.
 void shard_zigzag(const std::vector<Document>& documents, std::int64_t multiple, Shards& shards) {
   const auto chunks = 2 * static_cast<std::int64_t>(shards.rows.size());
   std::int64_t running_phase = 0;
@@ -84,8 +84,8 @@ void shard_zigzag(const std::vector<Document>& documents, std::int64_t multiple,
     const std::int64_t length = document.end - document.begin;
     const std::int64_t units = (length + multiple - 1) / multiple;
     std::int64_t phase = running_phase;
-    // A last unit with fewer rows must stand in a chunk with one unit more than others, or sizes
-    // would differ by more than a multiple.
+    // A shorter last unit must be in a chunk with one unit more than others, or the sizes of chunks
+    // would differ by more than `multiple`.
     if (length % multiple != 0 && units > chunks) phase = std::min(phase, (units - 1) % chunks);
     for (std::int64_t unit = 0; unit < units; ++unit) {
       const std::int64_t chunk = (chunks * (unit + 1) - phase - 1) / units;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// thd_layout, thd_batch, thd_shard: padded batches as packed (THD) ones, and their shards.
 #include "winnow/thd_batch.h"
 
 #include <algorithm>
@@ -12,24 +13,24 @@ namespace {
 using Lengths = std::span<const std::int64_t>;
 using Offsets = std::vector<std::int32_t>;
 
-constexpr std::int64_t kMostTokens = std::numeric_limits<std::int32_t>::max();
+constexpr std::int64_t kMaxTokens = std::numeric_limits<std::int32_t>::max();
 
-/// The documents of one row, without the fill behind them.
+/// The document lengths of one row, without the fill values at its end.
 struct Row {
   Lengths real;
   Lengths padded;
 };
 
 void check_arguments(const Check& check, const PaddedDocuments& documents, std::int64_t chunks) {
-  check.in_range("rows", documents.rows, 1, kMostTokens);
-  check.in_range("row_tokens", documents.row_tokens, 0, kMostTokens);
+  check.in_range("rows", documents.rows, 1, kMaxTokens);
+  check.in_range("row_tokens", documents.row_tokens, 0, kMaxTokens);
   check.in_range("chunks", chunks, 1, documents.rows);
   check.in_range("fill", documents.fill, std::numeric_limits<std::int32_t>::min(), -1);
   if (documents.rows % chunks != 0)
     check.fail("rows", fmt::to_string(documents.rows), refusal::multiple_of_as, chunks, "chunks");
-  if (documents.row_tokens * (documents.rows / chunks) > kMostTokens) {
+  if (documents.row_tokens * (documents.rows / chunks) > kMaxTokens) {
     check.fail("row_tokens", fmt::to_string(documents.row_tokens), refusal::at_most_as,
-               kMostTokens / (documents.rows / chunks),
+               kMaxTokens / (documents.rows / chunks),
                fmt::format("a chunk has {} rows", documents.rows / chunks));
   }
   const auto elements = static_cast<std::int64_t>(documents.seq_lens.size());
@@ -44,7 +45,7 @@ void check_arguments(const Check& check, const PaddedDocuments& documents, std::
   }
 }
 
-/// Refuses lengths that cannot be, and cuts the fill off.
+/// Checks the lengths of one row and drops the fill values at its end.
 Row checked_row(const Check& check, const PaddedDocuments& documents, std::int64_t row) {
   const std::size_t width = documents.seq_lens.size() / static_cast<std::size_t>(documents.rows);
   const std::size_t first = width * static_cast<std::size_t>(row);
@@ -66,7 +67,7 @@ Row checked_row(const Check& check, const PaddedDocuments& documents, std::int64
   for (std::size_t j = 0; j < count; ++j) {
     if (real[j] < 0) refuse_real(j, refusal::at_least_or_fill, 0, fill);
     if (padded[j] < real[j]) refuse_padded(j, refusal::at_least_as, real[j], name("seq_lens", j));
-    sum += std::min(padded[j], kMostTokens + 1);  // what is more is too much in any case
+    sum += std::min(padded[j], kMaxTokens + 1);  // clamped against overflow; refused below
   }
   for (std::size_t j = count; j < width; ++j) {
     if (real[j] != fill) refuse_real(j, refusal::same_as, fill, name("seq_lens", count));
@@ -83,7 +84,7 @@ void append_length(Offsets& offsets, std::int64_t length) {
   offsets.push_back(offsets.back() + static_cast<std::int32_t>(length));
 }
 
-/// Appends a chunk's offsets, and fills them up to `width`.
+/// Appends the offsets of a chunk, padded with `fill` to `width` elements.
 void append(Offsets& all, const Offsets& offsets, std::int64_t width, std::int64_t fill) {
   const std::size_t end = all.size() + static_cast<std::size_t>(width);
   all.insert(all.end(), offsets.begin(), offsets.end());
@@ -97,19 +98,19 @@ std::int32_t longest(const Offsets& offsets) {
   return most;
 }
 
-/// One element for every slot of all chunks.
-void check_slots(const Check& check, const ThdLayout& layout, const char* argument,
-                 std::size_t given) {
-  const auto slots = static_cast<std::size_t>(layout.chunks * layout.tokens);
-  if (given != slots) {
-    check.fail(argument, fmt::format("[{}]", given), refusal::dim_differs, "elements", slots,
+/// Checks that an argument has one element for every token of all chunks.
+void check_token_count(const Check& check, const ThdLayout& layout, const char* argument,
+                       std::size_t given) {
+  const auto tokens = static_cast<std::size_t>(layout.chunks * layout.tokens);
+  if (given != tokens) {
+    check.fail(argument, fmt::format("[{}]", given), refusal::dim_differs, "elements", tokens,
                "rows * row_tokens");
   }
 }
 
 template <class T>
-std::vector<T> taken(const std::vector<T>& values, std::int64_t first,
-                     std::span<const std::int32_t> rows) {
+std::vector<T> gathered(const std::vector<T>& values, std::int64_t first,
+                        std::span<const std::int32_t> rows) {
   std::vector<T> result;
   result.reserve(rows.size());
   for (const std::int32_t row : rows) result.push_back(values[first + row]);
@@ -155,7 +156,7 @@ ThdLayout thd_layout(const PaddedDocuments& documents, std::int64_t chunks) {
 ThdBatch thd_batch(const PaddedBatch& batch, std::int64_t chunks) {
   ThdBatch result{thd_layout(batch.documents, chunks)};
   const auto flat = [&](const char* argument, std::span<const std::int64_t> values) {
-    check_slots(Check("thd_batch"), result.layout, argument, values.size());
+    check_token_count(Check("thd_batch"), result.layout, argument, values.size());
     return std::vector<std::int64_t>(values.begin(), values.end());
   };
   result.input_ids = flat("input_ids", batch.input_ids);
@@ -174,16 +175,16 @@ ThdShard thd_shard(const ThdBatch& batch, std::int64_t chunk, std::span<const st
     check.in_range(fmt::format("rows[{}]", outside - rows.begin()).c_str(), *outside, 0,
                    batch.layout.tokens - 1);
   }
-  check_slots(check, batch.layout, "input_ids", batch.input_ids.size());
-  check_slots(check, batch.layout, "labels", batch.labels.size());
-  check_slots(check, batch.layout, "position_ids", batch.position_ids.size());
-  check_slots(check, batch.layout, "padding_mask", batch.layout.padding_mask.size());
+  check_token_count(check, batch.layout, "input_ids", batch.input_ids.size());
+  check_token_count(check, batch.layout, "labels", batch.labels.size());
+  check_token_count(check, batch.layout, "position_ids", batch.position_ids.size());
+  check_token_count(check, batch.layout, "padding_mask", batch.layout.padding_mask.size());
   const std::int64_t first = chunk * batch.layout.tokens;
   return {.query_rows = {rows.begin(), rows.end()},
-          .input_ids = taken(batch.input_ids, first, rows),
-          .labels = taken(batch.labels, first, rows),
-          .position_ids = taken(batch.position_ids, first, rows),
-          .padding_mask = taken(batch.layout.padding_mask, first, rows)};
+          .input_ids = gathered(batch.input_ids, first, rows),
+          .labels = gathered(batch.labels, first, rows),
+          .position_ids = gathered(batch.position_ids, first, rows),
+          .padding_mask = gathered(batch.layout.padding_mask, first, rows)};
 }
 
 }  // namespace winnow

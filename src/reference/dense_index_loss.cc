@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warm-up loss: the indexer against dense attention over every row's window, a row at a time.
+// The indexer's warm-up loss: its scores against dense attention over the window of each query row,
+// one row per task.
 #include <algorithm>
 
 #include "core/check.h"
@@ -18,7 +19,7 @@ namespace {
 
 const Tensor kNoScale;
 
-/// Both sides of one query row over its window: scores of the indexer, target of attention.
+/// One query row over its window: the scores of the indexer and the target from dense attention.
 template <class Args>
 class DenseRow {
  public:
@@ -52,7 +53,7 @@ class DenseRow {
   std::int64_t end() const { return begin_ + static_cast<std::int64_t>(size_); }
   IndexRow& index() { return index_; }
 
-  /// lse of attention over the window.
+  /// log-sum-exp of the attention logits over the window, for each head.
   std::span<const double> compute_lse() {
     std::fill(lse_.begin(), lse_.end(), kMinusInfinity);
     for (std::int64_t s = begin_; s < end(); ++s) {
@@ -62,7 +63,7 @@ class DenseRow {
     return lse_;
   }
 
-  /// The divergence of the row, given lse, and its gradient for every key of the window.
+  /// Returns the KL divergence of the row, given lse, and keeps its gradient for d_score().
   double divergence_and_gradient(std::span<const double> lse) {
     for (std::size_t i = 0; i < size_; ++i) {
       const std::int64_t s = begin_ + static_cast<std::int64_t>(i);
@@ -97,7 +98,7 @@ class DenseRow {
 using ForwardRow = DenseRow<DenseIndexLossForward>;
 using BackwardRow = DenseRow<DenseIndexLossBackward>;
 
-/// d_scores of row t, from the lse that forward returned.
+/// Recomputes the score gradients of row t from the lse that forward returned.
 void load_gradient(const DenseIndexLossBackward& args, std::int64_t t, BackwardRow& dense) {
   dense.load(t);
   read_row(args.lse, {t}, dense.lse());
@@ -146,7 +147,7 @@ void run(const DenseIndexLossBackward& args, const Execution& execution) {
                  const double d_loss = read(args.d_loss, {t});
                  for (std::int64_t s = dense.begin(); s < dense.end(); ++s) {
                    if (dense.d_score(s) == 0)
-                     continue;  // so that d_loss of a row without loss touches nothing
+                     continue;  // a NaN in d_loss must not reach a row without loss
                    dense.index().load_key(s);
                    dense.index().add_query_gradient(d_loss * dense.d_score(s), d_q, d_weights);
                  }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The KL divergence of index_loss and dense_index_loss, for one row.
+// The KL divergence of one row, for index_loss and dense_index_loss.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,9 @@
 
 namespace winnow::reference {
 
-/// KL(target / sum target || softmax(scores)) over the entries whose score is not -inf; d_scores is
-/// its gradient, 0 elsewhere. Both are 0 where there are fewer than two entries or the target sums
-/// to 0.
+/// Returns KL(target / sum target || softmax(scores)) over the entries whose score is not -inf, and
+/// writes its gradient to d_scores, 0 for all other entries. Loss and gradient are 0 if there are
+/// fewer than two such entries or the target sums to 0.
 inline double divergence(std::span<const double> scores, std::span<const double> target,
                          std::span<double> d_scores) {
   std::fill(d_scores.begin(), d_scores.end(), 0.0);
@@ -29,9 +29,9 @@ inline double divergence(std::span<const double> scores, std::span<const double>
   double loss = 0;
   for (std::size_t j = 0; j < scores.size(); ++j) {
     if (scores[j] == kMinusInfinity) continue;
-    const double wanted = target[j] / sum;
-    if (wanted != 0) loss += wanted * (std::log(wanted) - (scores[j] - log_sum));
-    d_scores[j] = std::exp(scores[j] - log_sum) - wanted;
+    const double p_target = target[j] / sum;
+    if (p_target != 0) loss += p_target * (std::log(p_target) - (scores[j] - log_sum));
+    d_scores[j] = std::exp(scores[j] - log_sum) - p_target;
   }
   return loss;
 }

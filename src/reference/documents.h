@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a row stands in its packed document.
+// Locates a row within its packed document.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,15 @@ namespace winnow::reference {
 
 struct RowPlace {
   bool in_document = false;
-  std::int64_t document_begin = 0;  // its first row
-  std::int64_t real_length = 0;     // its real rows; those behind are padding
-  std::int64_t position = 0;        // of this row in it
-  std::int64_t pool_begin = 0;      // its first pool entry, where there are pools
+  std::int64_t document_begin = 0;  // first row of the document
+  std::int64_t real_length = 0;     // its rows without the padding at its end
+  std::int64_t position = 0;        // of this row within the document
+  std::int64_t pool_begin = 0;      // first pool entry of the document, if there are pools
 };
 
 class Documents {
  public:
-  /// ratio: rows per pool entry; 0: no pools.
+  /// `ratio` is the number of rows per pool entry; 0 means no pools.
   Documents(const Tensor& cu_seqlens, const Tensor& cu_seqlens_padded, const Tensor& query_rows,
             std::int32_t ratio)
       : real_(cu_seqlens),
@@ -27,7 +27,7 @@ class Documents {
         count_(cu_seqlens.shape[0] - 1),
         ratio_(ratio) {}
 
-  /// The global row of query t; -1: none.
+  /// The global row of query t, or -1 if it has none.
   std::int64_t row(std::int64_t t) const { return query_rows_ ? query_rows_(t) : t; }
 
   RowPlace place(std::int64_t row) const {

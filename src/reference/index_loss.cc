@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The indexer's target, and the KL divergence against it over the selected slots.
+// The indexer's target, and its KL divergence from the scores over the selected slots.
 #include <algorithm>
 
 #include "core/rows.h"

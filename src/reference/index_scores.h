@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The indexer's score of a key, and what a gradient of it gives; shared by index_topk and
-// dense_index_loss.
+// The indexer's score of a key and its gradients, shared by index_topk and dense_index_loss.
 #pragma once
 
 #include <cmath>
@@ -12,7 +11,7 @@
 
 namespace winnow::reference {
 
-/// One query row of the indexer.
+/// One query row of the indexer and the key that it is scored against.
 class IndexRow {
  public:
   static std::size_t bytes(const Tensor& q) {
@@ -43,33 +42,33 @@ class IndexRow {
     for (double& value : key_) value *= scale;
   }
 
-  /// Of the loaded key.
+  /// The score of the loaded key.
   double score() const {
     double sum = 0;
-    for (std::int64_t h = 0; h < heads_; ++h) sum += weights_[h] * relu(product(h));
+    for (std::int64_t h = 0; h < heads_; ++h) sum += weights_[h] * relu(dot_with_key(h));
     return sum;
   }
 
-  /// Adds what d_score, the gradient of the loaded key's score, gives to d_q [heads, dim] and
-  /// d_weights [heads].
+  /// Adds to d_q [heads, dim] and d_weights [heads] the gradients through the loaded key's score,
+  /// whose own gradient is d_score.
   void add_query_gradient(double d_score, std::span<double> d_q,
                           std::span<double> d_weights) const {
     for (std::int64_t h = 0; h < heads_; ++h) {
-      const double a = product(h);
+      const double a = dot_with_key(h);
       d_weights[h] += d_score * relu(a);
       if (a > 0) add_scaled(row(d_q, h, dim_), d_score * weights_[h], key_);
     }
   }
-  /// The same for the key itself.
+  /// Adds to d_k [dim] the gradient through the same score.
   void add_key_gradient(double d_score, std::span<double> d_k) const {
     for (std::int64_t h = 0; h < heads_; ++h) {
-      if (product(h) > 0) add_scaled(d_k, d_score * weights_[h], row(q_, h, dim_));
+      if (dot_with_key(h) > 0) add_scaled(d_k, d_score * weights_[h], row(q_, h, dim_));
     }
   }
 
  private:
   static double relu(double a) { return a > 0 || std::isnan(a) ? a : 0; }
-  double product(std::int64_t h) const { return dot(row(q_, h, dim_), key_); }
+  double dot_with_key(std::int64_t h) const { return dot(row(q_, h, dim_), key_); }
 
   const Tensor& q_tensor_;
   const Tensor& k_tensor_;

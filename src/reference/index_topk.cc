@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The indexer: scores, exact selection, replay, gradients.
+// The indexer: scores, exact top-k selection, replay of given indices, gradients.
 #include <algorithm>
 #include <cmath>
 
@@ -25,7 +25,7 @@ bool better(const Candidate& a, const Candidate& b) {
   return selected_before(a.score, a.key, b.score, b.key);
 }
 
-/// Keeps the `topk` best of all candidates that it is given, in memory for twice as many.
+/// Keeps the `topk` best of the candidates added, in a buffer of twice that size.
 class Selection {
  public:
   static std::int64_t capacity(std::int64_t keys, std::int64_t topk) {
@@ -37,23 +37,23 @@ class Selection {
         topk_(std::min<std::int64_t>(topk, static_cast<std::int64_t>(memory.size()))) {}
 
   void add(Candidate candidate) {
-    if (count_ == static_cast<std::int64_t>(memory_.size())) cut();
+    if (count_ == static_cast<std::int64_t>(memory_.size())) prune();
     memory_[count_++] = candidate;
   }
   std::span<Candidate> finish(SlotOrder order) {
-    cut();
-    const std::span<Candidate> chosen = memory_.first(static_cast<std::size_t>(count_));
+    prune();
+    const std::span<Candidate> selected = memory_.first(static_cast<std::size_t>(count_));
     if (order == SlotOrder::by_score) {
-      std::sort(chosen.begin(), chosen.end(), better);
+      std::sort(selected.begin(), selected.end(), better);
     } else {
-      std::sort(chosen.begin(), chosen.end(),
+      std::sort(selected.begin(), selected.end(),
                 [](const auto& a, const auto& b) { return a.key < b.key; });
     }
-    return chosen;
+    return selected;
   }
 
  private:
-  void cut() {
+  void prune() {
     if (count_ <= topk_) return;
     std::nth_element(memory_.begin(), memory_.begin() + topk_, memory_.begin() + count_, better);
     count_ = topk_;
@@ -63,7 +63,7 @@ class Selection {
   std::int64_t count_ = 0;
 };
 
-/// Selection is made on the scores as they are returned: rounded to their type.
+/// Rounds to the type of the scores, since selection must compare the values that are returned.
 double rounded(double score, DType dtype) {
   return dtype == DType::f64 ? score : static_cast<double>(static_cast<float>(score));
 }
@@ -85,12 +85,12 @@ void select(const IndexTopkForward& args, const Execution& execution) {
                    if (!std::isnan(score) && score != kMinusInfinity)
                      selection.add({score, static_cast<std::int32_t>(s)});
                  }
-                 const std::span<Candidate> chosen = selection.finish(args.order);
-                 const auto length = static_cast<std::int64_t>(chosen.size());
+                 const std::span<Candidate> selected = selection.finish(args.order);
+                 const auto length = static_cast<std::int64_t>(selected.size());
                  for (std::int64_t j = 0; j < topk; ++j) {
-                   indices(t, j) = j < length ? chosen[j].key : -1;
+                   indices(t, j) = j < length ? selected[j].key : -1;
                    if (args.scores)
-                     write(args.scores, {t, j}, j < length ? chosen[j].score : kMinusInfinity);
+                     write(args.scores, {t, j}, j < length ? selected[j].score : kMinusInfinity);
                  }
                  if (lengths) lengths(t) = static_cast<std::int32_t>(length);
                });

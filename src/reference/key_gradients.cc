@@ -8,8 +8,8 @@
 namespace winnow::reference {
 namespace {
 
-/// As few ranges as keep all threads busy and fit into the workspace limit: every range goes
-/// through all query rows.
+/// Makes ranges as large as the workspace limit and the number of threads allow: every range costs
+/// a pass over all query rows, so few are better.
 std::int64_t keys_per_range(const Tensor& d_keys, std::size_t task_bytes,
                             const Execution& execution) {
   const std::int64_t keys = d_keys.shape[0];
@@ -42,15 +42,15 @@ void sum_key_gradients(const Tensor& d_keys, DType accumulation, std::size_t tas
                [&](std::int64_t i, Scratch scratch) {
                  const std::int64_t begin = i * range;
                  const std::int64_t end = std::min(begin + range, keys);
-                 const std::span<double> before = scratch.take<double>(dim);
+                 const std::span<double> previous = scratch.take<double>(dim);
                  const KeySums sums{begin, end, dim, scratch.take<double>((end - begin) * dim)};
                  std::fill(sums.sums.begin(), sums.sums.end(), 0.0);
                  add(sums, scratch);
                  for (std::int64_t key = begin; key < end; ++key) {
                    const std::span<double> sum = sums.of(key);
                    if (d_keys.dtype == accumulation) {
-                     read_row(d_keys, {key}, before);
-                     for (std::int64_t d = 0; d < dim; ++d) sum[d] += before[d];
+                     read_row(d_keys, {key}, previous);
+                     for (std::int64_t d = 0; d < dim; ++d) sum[d] += previous[d];
                    }
                    write_row(d_keys, {key}, sum);
                  }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of keys, to which many query rows add: summed in double, in the order of the query
-// rows.
+// Gradients of keys, to which many query rows contribute: accumulated in double, in the order of
+// the query rows.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace winnow::reference {
 
-/// The sums of the keys [begin, end).
+/// Accumulators of the gradients of keys [begin, end).
 struct KeySums {
   std::int64_t begin;
   std::int64_t end;
@@ -26,14 +26,15 @@ struct KeySums {
   }
 };
 
-/// Scratch of one task of sum_key_gradients, whose own needs are task_bytes.
+/// Scratch bytes of one task of sum_key_gradients, in which `add` itself takes task_bytes.
 std::size_t key_gradient_scratch_bytes(const Tensor& d_keys, std::size_t task_bytes,
                                        const Execution& execution);
 
-/// Calls add(sums, scratch) for ranges of keys that together are all rows of d_keys [keys, dim];
-/// `add` goes through all query rows and adds what belongs to the range. Then d_keys, if of type
-/// `accumulation`, is added to, else overwritten. A key's sum runs over the query rows in their
-/// order whatever the ranges are, so threads change no bit of it.
+/// Splits the rows of d_keys [keys, dim] into ranges and calls add(sums, scratch) for each; `add`
+/// goes through all query rows and accumulates the gradients of the keys in its range. The result
+/// is added to a d_keys of type `accumulation` and overwrites one of another type. Each key is
+/// summed in the order of the query rows whatever the ranges are, so the number of threads changes
+/// no bit.
 void sum_key_gradients(const Tensor& d_keys, DType accumulation, std::size_t task_bytes,
                        const Execution& execution,
                        const std::function<void(const KeySums&, Scratch)>& add);

@@ -10,9 +10,9 @@
 namespace winnow::reference {
 namespace {
 
-constexpr float kLeastMaximum = 1e-4f;
+constexpr float kMinAmax = 1e-4f;  // rows of zeros get a scale too
 
-/// The smallest power of two that is no smaller than a positive x.
+/// The smallest power of two that is at least x, for x > 0.
 float round_up_to_power_of_two(float x) {
   int exponent = 0;
   const float fraction = std::frexp(x, &exponent);  // in [0.5, 1)
@@ -20,11 +20,11 @@ float round_up_to_power_of_two(float x) {
 }
 
 float scale_of(std::span<const double> x, bool power_of_two) {
-  float largest = kLeastMaximum;
+  float amax = kMinAmax;
   for (const double value : x) {
-    if (std::isfinite(value)) largest = std::max(largest, static_cast<float>(std::fabs(value)));
+    if (std::isfinite(value)) amax = std::max(amax, static_cast<float>(std::fabs(value)));
   }
-  const float scale = largest / kFloat8Max;
+  const float scale = amax / kFloat8Max;
   return power_of_two ? round_up_to_power_of_two(scale) : scale;
 }
 

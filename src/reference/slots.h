@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which key a slot of an index list holds.
+// The key that a slot of an index list refers to, if any.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,14 @@ namespace winnow::reference {
 
 inline constexpr std::int64_t kNoKey = -1;
 
-/// Slots of `indices` [tokens, topk] that stand before `lengths` and name a key in [0, keys).
+/// Index lists `indices` [tokens, topk]. A slot is valid if it is below `lengths` and its index is
+/// in [0, keys).
 class Slots {
  public:
   Slots(const Tensor& indices, const Tensor& lengths, std::int64_t keys)
       : indices_(indices), lengths_(lengths), topk_(indices.shape[1]), keys_(keys) {}
 
-  /// Slots to look at in row t; those behind hold no key.
+  /// The number of slots to visit in row t; all further ones are invalid.
   std::int64_t count(std::int64_t t) const {
     return lengths_ ? std::min<std::int64_t>(lengths_(t), topk_) : topk_;
   }
@@ -27,6 +28,7 @@ class Slots {
     }
     return false;
   }
+  /// The key in slot j of row t, or kNoKey if the slot is invalid.
   std::int64_t key(std::int64_t t, std::int64_t j) const {
     if (j >= count(t)) return kNoKey;
     const std::int64_t index = indices_(t, j);
@@ -40,7 +42,7 @@ class Slots {
   std::int64_t keys_;
 };
 
-/// The windows [begin, end).
+/// The key windows [begin, end) of the query rows.
 class Windows {
  public:
   Windows(const Tensor& begin, const Tensor& end) : begin_(begin), end_(end) {}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// log-sum-exp and the probabilities of attention, with -inf for what is not there.
+// log-sum-exp and softmax probabilities, in which a logit of -inf means that there is no key.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace winnow::reference {
 
 inline constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
-/// log(exp(a) + exp(b)); NaN if either is.
+/// log(exp(a) + exp(b)); NaN if a or b is NaN.
 inline double log_add_exp(double a, double b) {
   if (std::isnan(b)) return b;
   const double larger = std::max(a, b);
@@ -19,7 +19,7 @@ inline double log_add_exp(double a, double b) {
   return larger + std::log1p(std::exp(std::min(a, b) - larger));
 }
 
-/// log sum_j exp(s_j); -inf where there is nothing to sum.
+/// log sum_j exp(s_j); -inf if s is empty or all of it is -inf.
 inline double log_sum_exp(std::span<const double> s) {
   double largest = kMinusInfinity;
   for (const double value : s) largest = std::max(largest, value);
@@ -30,7 +30,7 @@ inline double log_sum_exp(std::span<const double> s) {
   return largest + std::log(sum);
 }
 
-/// exp(s - log_sum); 0 for a key that is not there.
+/// exp(s - log_sum), and 0 for s = -inf, where the difference may be NaN.
 inline double probability(double s, double log_sum) {
   return s == kMinusInfinity ? 0 : std::exp(s - log_sum);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over chosen keys. The names are those of the formulas in winnow/sparse_attention.h.
+// Attention over selected keys. Variables are named as in the formulas of
+// winnow/sparse_attention.h.
 #include <algorithm>
 
 #include "core/check.h"
@@ -24,7 +25,7 @@ Sizes sizes(const Args& args) {
           args.out.shape[2], args.kv.shape[0], args.indices.shape[1]};
 }
 
-/// One query row as backward needs it.
+/// The inputs of backward for one query row and the key that is loaded.
 class GradientRow {
  public:
   static std::size_t bytes(const Sizes& n) {
@@ -63,7 +64,7 @@ class GradientRow {
   struct Slot {
     double p, dS;
   };
-  /// Of head h and the loaded key.
+  /// p and dS of head h and the loaded key.
   Slot slot(std::int64_t h) const {
     const double s = args_.scale * dot(q(h), key_);
     const double p = probability(s, log_sum_[h]);
@@ -109,8 +110,7 @@ void compute_d_q(const SparseAttentionBackward& args, const Execution& execution
   });
 }
 
-// All heads are summed in double before the one rounding, so max_heads_per_pass has nothing to
-// change here.
+// max_heads_per_pass has no effect here: all heads are accumulated in double and rounded once.
 void compute_d_kv(const SparseAttentionBackward& args, const Execution& execution) {
   const Sizes n = sizes(args);
   const Slots slots(args.indices, args.lengths, n.keys);
@@ -150,7 +150,7 @@ void compute_d_sink(const SparseAttentionBackward& args, const Execution& execut
                  for (std::int64_t t = 0; t < n.tokens; ++t) {
                    const double lse = read(args.lse, {t, h});
                    if (!slots.has_key(t) || std::isinf(sink))
-                     continue;  // no keys; no sink; out is 0
+                     continue;  // the row has no keys, there is no sink (-inf), or out is 0 (+inf)
                    read_row(args.out, {t, h}, out);
                    read_row(args.d_out, {t, h}, d_out);
                    d_sink -= dot(out, d_out) * std::exp(sink - log_add_exp(lse, sink));
@@ -197,7 +197,7 @@ void run(const SparseAttentionForward& args, const Execution& execution) {
                    if (args.max_logits) {
                      double largest = kMinusInfinity;
                      for (const double value : s_of_head)
-                       largest = std::fmax(largest, value);  // not NaN
+                       largest = std::fmax(largest, value);  // ignores NaN
                      write(args.max_logits, {t, h}, largest);
                    }
                    for (double& value : s_of_head) value = probability(value, log_sum);

@@ -119,6 +119,21 @@ std::byte* Workspace::take_bytes(std::size_t size) {
   return taken;
 }
 
+std::string sentence(const char* refusal, std::string_view value) {
+  return fmt::format(fmt::runtime(refusal), value);
+}
+
+std::string sentence(const char* refusal, std::string_view what, std::int64_t number) {
+  return fmt::format(fmt::runtime(refusal), what, number);
+}
+
+std::string needs_sm90(Device device) {
+  const DeviceProperties& properties = device_properties(device);
+  if (properties.major == 9 && properties.minor == 0) return {};
+  return fmt::format(refusal::needs_capability, 9, 0, properties.name, properties.major,
+                     properties.minor);
+}
+
 std::string over_limit(std::size_t bytes, const Execution& execution) {
   if (bytes <= execution.workspace_limit) return {};
   return fmt::format(refusal::over_limit, bytes, execution.workspace_limit);

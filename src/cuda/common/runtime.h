@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <source_location>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -41,11 +42,6 @@ struct DeviceProperties {
   int multiprocessors = 0;
   int shared_bytes = 0;  // the most shared memory that one block can have
 };
-
-/// Whether the device has the instructions of Hopper alone, for which *_sm90.cu are compiled.
-inline bool is_sm90(const DeviceProperties& device) {
-  return device.major == 9 && device.minor == 0;
-}
 
 /// What the runtime said when it was first asked, and the devices it has.
 struct Machine {
@@ -166,6 +162,14 @@ T* data_of(const Tensor& tensor) {
 inline std::int64_t blocks_for(std::int64_t work, std::int64_t per_block) {
   return std::min((work + per_block - 1) / per_block, kMaxBlocks);
 }
+
+/// A sentence of core/refusals.h with its values filled in; fmt's own check of such a text at
+/// compile time does not pass nvcc.
+std::string sentence(const char* refusal, std::string_view value);
+std::string sentence(const char* refusal, std::string_view what, std::int64_t number);
+
+/// Empty if the device has the instructions of Hopper alone, for which *_sm90.cu are compiled.
+std::string needs_sm90(Device device);
 
 /// Empty if `bytes` of workspace are within the limit.
 std::string over_limit(std::size_t bytes, const Execution& execution);

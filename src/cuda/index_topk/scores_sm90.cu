@@ -14,8 +14,6 @@
 // e4m3 half of that, and a stage more. Runs against the matrix units.
 #include <cstddef>
 
-#include <fmt/format.h>
-
 #include "core/refusals.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/hopper/barrier.cuh"
@@ -452,18 +450,14 @@ ForChunk scores_sm90(const IndexTopkForward& args, const Plan& plan, const Execu
 }
 
 std::string why_not_scores_sm90(const IndexTopkForward& args) {
-  const DeviceProperties& device = device_properties(args.q.device);
-  if (!is_sm90(device)) {
-    return fmt::format(refusal::needs_capability, 9, 0, device.name, device.major, device.minor);
-  }
-  if (args.q.dtype == DType::f32)
-    return fmt::format(refusal::takes_dtypes, "bf16, f16 and f8_e4m3");
-  if (args.q.shape[2] != kDim) return fmt::format(refusal::takes_dim, "index_dim", kDim);
-  if (args.q.shape[1] > 64) return fmt::format(refusal::takes_dim_up_to, "index_heads", 64);
+  if (std::string reason = needs_sm90(args.q.device); !reason.empty()) return reason;
+  if (args.q.dtype == DType::f32) return sentence(refusal::takes_dtypes, "bf16, f16 and f8_e4m3");
+  if (args.q.shape[2] != kDim) return sentence(refusal::takes_dim, "index_dim", kDim);
+  if (args.q.shape[1] > 64) return sentence(refusal::takes_dim_up_to, "index_heads", 64);
   if (args.q.shape[0] > 0 && !can_have_tensor_map(by_column(args.q)))
-    return fmt::format(refusal::takes_dense_rows, "q");
+    return sentence(refusal::takes_dense_rows, "q");
   if (args.k.shape[0] > 0 && !can_have_tensor_map(args.k))
-    return fmt::format(refusal::takes_dense_rows, "k");
+    return sentence(refusal::takes_dense_rows, "k");
   return {};
 }
 

@@ -18,8 +18,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include <fmt/format.h>
-
 #include "core/refusals.h"
 #include "cuda/common/key_sums.cuh"
 #include "cuda/common/row_slots.cuh"
@@ -219,21 +217,18 @@ void run_in_order(const SparseAttentionBackward& args, const KeySums& d_kv, Work
 }
 
 std::string why_not(const SparseAttentionBackward& args, const Execution& execution) {
-  const DeviceProperties& device = device_properties(args.q.device);
-  if (!is_sm90(device)) {
-    return fmt::format(refusal::needs_capability, 9, 0, device.name, device.major, device.minor);
-  }
+  if (std::string reason = needs_sm90(args.q.device); !reason.empty()) return reason;
   if (args.q.dtype != DType::bf16 && args.q.dtype != DType::f16)
-    return fmt::format(refusal::takes_dtypes, "bf16 and f16");
+    return sentence(refusal::takes_dtypes, "bf16 and f16");
   const std::int64_t qk_dim = args.q.shape[2];
   if ((qk_dim != 576 && qk_dim != 512) || args.out.shape[2] != 512)
-    return fmt::format(refusal::takes_widths, "576/512 and 512/512");
+    return sentence(refusal::takes_widths, "576/512 and 512/512");
   for (const Tensor* tensor : {&args.kv, &args.out, &args.d_out, &args.d_q, &args.d_kv}) {
     if (!has_aligned_rows(*tensor))
-      return fmt::format(refusal::takes_aligned_rows, "kv, out and gradients");
+      return sentence(refusal::takes_aligned_rows, "kv, out and gradients");
   }
   if (args.q.shape[0] > 0 && (!can_have_tensor_map(args.q) || !can_have_tensor_map(args.d_out)))
-    return fmt::format(refusal::takes_dense_rows, "q and d_out");
+    return sentence(refusal::takes_dense_rows, "q and d_out");
   if (execution.deterministic) {
     const OrderedPlan plan = plan_in_order(args, execution);
     if (plan.terms.slots < args.indices.shape[1]) return refusal::takes_whole_rows;

@@ -10,8 +10,6 @@
 // for four products of the scores.
 #include <algorithm>
 
-#include <fmt/format.h>
-
 #include "core/refusals.h"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/runtime.h"
@@ -228,7 +226,7 @@ int choose_tile_keys(const SparseAttentionForward& args) {
 
 std::string why_not(const SparseAttentionForward& args, const Execution&) {
   if (args.q.dtype == DType::f64) return refusal::no_f64;
-  return args.q.dtype == DType::f32 ? "" : fmt::format(refusal::takes_dtypes, "f32");
+  return args.q.dtype == DType::f32 ? "" : sentence(refusal::takes_dtypes, "f32");
 }
 
 void run(const SparseAttentionForward& args, const Execution& execution) {

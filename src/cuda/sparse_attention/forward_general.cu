@@ -16,8 +16,6 @@
 #include <array>
 #include <type_traits>
 
-#include <fmt/format.h>
-
 #include "core/refusals.h"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/runtime.h"
@@ -477,7 +475,7 @@ bool has_aligned_pairs(const Tensor& tensor) {
 
 std::string why_not(const SparseAttentionForward& args, const Execution&) {
   if (args.q.dtype != DType::bf16 && args.q.dtype != DType::f16)
-    return fmt::format(refusal::takes_dtypes, "bf16 and f16");
+    return sentence(refusal::takes_dtypes, "bf16 and f16");
   if (choose_tile(args).heads == 0) return refusal::too_little_shared;
   return {};
 }

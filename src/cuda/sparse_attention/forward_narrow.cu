@@ -18,8 +18,6 @@
 #include <algorithm>
 #include <string>
 
-#include <fmt/format.h>
-
 #include "core/refusals.h"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/runtime.h"
@@ -493,11 +491,11 @@ Choice choose(const SparseAttentionForward& args) {
 
 std::string why_not(const SparseAttentionForward& args, const Execution&) {
   if (args.q.dtype != DType::bf16 && args.q.dtype != DType::f16)
-    return fmt::format(refusal::takes_dtypes, "bf16 and f16");
-  if (args.q.shape[2] > kMaxDim) return fmt::format(refusal::takes_dim_up_to, "qk_dim", kMaxDim);
-  if (args.q.shape[1] > kMaxHeads) return fmt::format(refusal::takes_dim_up_to, "heads", kMaxHeads);
+    return sentence(refusal::takes_dtypes, "bf16 and f16");
+  if (args.q.shape[2] > kMaxDim) return sentence(refusal::takes_dim_up_to, "qk_dim", kMaxDim);
+  if (args.q.shape[1] > kMaxHeads) return sentence(refusal::takes_dim_up_to, "heads", kMaxHeads);
   if (!has_aligned_rows(args.q) || !has_aligned_rows(args.kv) || !has_aligned_rows(args.out)) {
-    return fmt::format(refusal::takes_aligned_rows, "q, kv and out");
+    return sentence(refusal::takes_aligned_rows, "q, kv and out");
   }
   if (choose(args).shared_bytes >
       static_cast<std::size_t>(device_properties(args.q.device).shared_bytes)) {

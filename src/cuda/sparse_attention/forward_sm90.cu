@@ -21,8 +21,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include <fmt/format.h>
-
 #include "core/refusals.h"
 #include "cuda/common/runtime.h"
 #include "cuda/sparse_attention/forward_sm90/scores.cuh"
@@ -99,17 +97,14 @@ void launch_for(const SparseAttentionForward& args, const Execution& execution) 
 }
 
 std::string why_not(const SparseAttentionForward& args, const Execution&) {
-  const DeviceProperties& device = device_properties(args.q.device);
-  if (!is_sm90(device)) {
-    return fmt::format(refusal::needs_capability, 9, 0, device.name, device.major, device.minor);
-  }
+  if (std::string reason = needs_sm90(args.q.device); !reason.empty()) return reason;
   if (args.q.dtype != DType::bf16 && args.q.dtype != DType::f16)
-    return fmt::format(refusal::takes_dtypes, "bf16 and f16");
+    return sentence(refusal::takes_dtypes, "bf16 and f16");
   const std::int64_t qk_dim = args.q.shape[2];
   if ((qk_dim != 576 && qk_dim != 512) || args.out.shape[2] != 512)
-    return fmt::format(refusal::takes_widths, "576/512 and 512/512");
+    return sentence(refusal::takes_widths, "576/512 and 512/512");
   if (!has_aligned_rows(args.q) || !has_aligned_rows(args.kv) || !has_aligned_rows(args.out)) {
-    return fmt::format(refusal::takes_aligned_rows, "q, kv and out");
+    return sentence(refusal::takes_aligned_rows, "q, kv and out");
   }
   if (args.scale < 0) return refusal::takes_positive_scale;
   return {};
