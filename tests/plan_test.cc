@@ -7,19 +7,18 @@
 #include <utility>
 #include <vector>
 
-#include "harness/layer_plan.h"
 #include "harness/local_communicator.h"
 #include "harness/rank_step.h"
-#include "harness/step_plan.h"
 #include "harness/workloads.h"
 #include "tests/rank_layer.h"
 #include "tests/testing.h"
+#include "tools/plan/step_plan.h"
 
 namespace winnow::tests {
 namespace {
 
-using harness::LayerPlan;
 using harness::RankWork;
+using plan::LayerPlan;
 
 /// Uneven documents, one of them empty, and rows behind the last.
 const Ints kOffsets{0, 53, 53, 131, 148};
@@ -58,7 +57,7 @@ void on_real_layers(
                                    sharding == Sharding::zigzag ? "zigzag" : "contiguous",
                                    communicator.rank(), ranks));
           const RankLayer layer(kind, batch, shards.pools, communicator);
-          body(plan_layer(kind, whole, work), work, layer, communicator.traffic());
+          body(plan::plan_layer(kind, whole, work), work, layer, communicator.traffic());
         });
       }
 }
@@ -66,7 +65,7 @@ void on_real_layers(
 TEST(Plan, TensorsAreThoseOfARealLayer) {
   on_real_layers([](const LayerPlan& plan, const RankWork&, const RankLayer& layer, Traffic) {
     std::map<std::string, double> planned;
-    for (const harness::PlannedTensor& each : plan.tensors)
+    for (const plan::PlannedTensor& each : plan.tensors)
       if (each.part != "staging") planned[std::string(each.name)] = each.bytes();
     EXPECT_EQ(planned, layer.tensor_bytes);
   });
@@ -76,7 +75,7 @@ TEST(Plan, StagingIsWhatScatterTakes) {
   constexpr double kAlignment = 256;
   on_real_layers([](const LayerPlan& plan, const RankWork&, const RankLayer& layer, Traffic) {
     double planned = 0;
-    for (const harness::PlannedTensor& each : plan.tensors)
+    for (const plan::PlannedTensor& each : plan.tensors)
       if (each.part == "staging") planned += each.bytes();
     const auto staged = static_cast<double>(layer.staged_bytes);
     EXPECT_LE(staged, planned + 2 * kAlignment);
@@ -88,7 +87,7 @@ TEST(Plan, MessagesAreWhatTheCommunicatorSent) {
   on_real_layers([](const LayerPlan& plan, const RankWork&, const RankLayer&, Traffic traffic) {
     double gathered = 0;
     double reduced = 0;
-    for (const harness::PlannedMessage& each : plan.messages)
+    for (const plan::PlannedMessage& each : plan.messages)
       (each.backward ? reduced : gathered) += each.bytes;
     EXPECT_EQ(gathered, static_cast<double>(traffic.gathered));
     EXPECT_EQ(reduced, static_cast<double>(traffic.reduced));
@@ -106,13 +105,13 @@ TEST(Plan, WorkIsWhatWindowsAndListsHold) {
 
 // ---- What needs no ranks.
 
-harness::PlanRequest request(const char* model, std::int64_t tokens, int ranks) {
+plan::PlanRequest request(const char* model, std::int64_t tokens, int ranks) {
   return {.model = harness::find_model(model),
           .cu_seqlens = {0, static_cast<std::int32_t>(tokens)},
           .tokens = tokens,
           .ranks = ranks,
           .sharding = Sharding::zigzag,
-          .gpu = harness::find_gpu("h200"),
+          .device = plan::find_gpu("h200"),
           .bandwidth = 50e9};
 }
 
@@ -134,7 +133,7 @@ TEST(Plan, KnowsEveryModelOfTheCases) {
   EXPECT_EQ(harness::find_model("deepseek-v4-flash").row_multiple(), 128);
   EXPECT_EQ(harness::find_model("glm-5.2").row_multiple(), 1);
   EXPECT_THROW(harness::find_model("glm-5.2-small"), std::invalid_argument);
-  EXPECT_THROW(harness::find_gpu("a100"), std::invalid_argument);
+  EXPECT_THROW(plan::find_gpu("a100"), std::invalid_argument);
 }
 
 TEST(Plan, FlopsAreThoseOfBench) {
@@ -147,7 +146,8 @@ TEST(Plan, FlopsAreThoseOfBench) {
                            .tokens = c.rows,
                            .shards = shard_rows(std::vector{0, static_cast<std::int32_t>(c.rows)},
                                                 c.rows, 1, Sharding::zigzag)};
-  const LayerPlan plan = plan_layer(kind, whole_keys(kind, batch), rank_works(kind, batch).front());
+  const LayerPlan plan =
+      plan::plan_layer(kind, whole_keys(kind, batch), rank_works(kind, batch).front());
   const auto flops = [&](std::string_view name) {
     return std::find_if(plan.calls.begin(), plan.calls.end(),
                         [&](const auto& call) { return call.name == name; })
@@ -160,7 +160,7 @@ TEST(Plan, FlopsAreThoseOfBench) {
 TEST(Plan, ContiguousShardsOfOneDocumentAreTwiceAsLongAsZigzag) {
   for (const std::string& model : model_names())
     for (const int ranks : {1, 8, 1024}) {
-      const harness::StepPlan step = plan_step(request(model.c_str(), 1 << 20, ranks));
+      const plan::StepPlan step = plan_step(request(model.c_str(), 1 << 20, ranks));
       EXPECT_NEAR(step.contiguous_imbalance, 2 - 1.0 / ranks, 1e-3) << model << ", " << ranks;
       EXPECT_NEAR(step.zigzag_imbalance, 1, 1e-3) << model << ", " << ranks;
       EXPECT_EQ(step.rows, (1 << 20) / ranks);
@@ -168,52 +168,86 @@ TEST(Plan, ContiguousShardsOfOneDocumentAreTwiceAsLongAsZigzag) {
 }
 
 TEST(Plan, RatesMeetTheirMeasurements) {
-  const harness::Gpu& gpu = harness::find_gpu("h200");
-  for (const harness::MeasuredRate& each : gpu.rates) {
-    EXPECT_NEAR(measured_rate(gpu, each.call, each.geometry, each.keys), each.teraflops * 1e12, 1e6)
-        << each.call << " of " << each.geometry;
-    EXPECT_LE(each.keys, gpu.measured_keys);
-  }
-  const auto backward = [&](const char* geometry, double keys) {
-    return measured_rate(gpu, "sparse_attention_backward", geometry, keys);
+  const plan::DeviceRates& gpu = plan::find_gpu("h200");
+  for (const plan::CallRate& each : gpu.calls)
+    EXPECT_NEAR(call_rate(gpu, each.call, each.model, each.keys), each.teraflops * 1e12, 1e6)
+        << each.call << " of " << each.model;
+  const auto backward = [&](const char* model, double keys) {
+    return call_rate(gpu, "sparse_attention_backward", model, keys);
   };
   EXPECT_LT(backward("glm-5.2", 65536), backward("glm-5.2", 32768));
   EXPECT_GT(backward("glm-5.2", 65536), backward("glm-5.2", 131072));
   EXPECT_EQ(backward("glm-5.2", 1 << 20), backward("glm-5.2", 131072));
-  // One measurement: the curve of another geometry through it.
+  // One measurement: the curve of another model through it.
   EXPECT_DOUBLE_EQ(backward("deepseek-v3.2", 131072) / backward("deepseek-v3.2", 8192),
                    backward("glm-5.2", 131072) / backward("glm-5.2", 8192));
 }
 
+TEST(Plan, WritesRatesAsItReadsThem) {
+  const std::string text(plan::h200_text());
+  EXPECT_EQ(rates_text(plan::parse_rates(text, "h200.json")), text);
+}
+
+/// What parse_rates says to h200.json with the first `from` replaced; empty: nothing.
+std::string refusal(const std::string& from, const std::string& to) {
+  std::string text(plan::h200_text());
+  text.replace(text.find(from), from.size(), to);
+  try {
+    plan::parse_rates(text, "h200.json");
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return {};
+}
+
+TEST(Plan, NamesTheKeyThatARatesFileLacks) {
+  for (const char* key :
+       {"name", "memory_bytes", "cache_bytes", "memory_rate", "matrix_product", "calls", "value",
+        "call", "model", "keys", "teraflops", "device", "date", "command"}) {
+    const std::string sentence =
+        refusal(fmt::format("\"{}\":", key), fmt::format("\"no {}\":", key));
+    EXPECT_TRUE(sentence.starts_with("h200.json")) << sentence;
+    EXPECT_NE(sentence.find(fmt::format("the key '{}' is missing", key)), std::string::npos)
+        << sentence;
+  }
+  EXPECT_EQ(refusal("\"keys\":2048", "\"keys\":0"),
+            "h200.json/calls/0/keys: must be a number of more than 0");
+  EXPECT_EQ(refusal("\"keys\":2048", "\"keys\":\"2048\""),
+            "h200.json/calls/0/keys: must be a number of more than 0");
+  EXPECT_EQ(refusal("\"h200\"", "200"), "h200.json/name: must be a string");
+  EXPECT_EQ(refusal("\"index_target\"", "\"index_loss\""),
+            "h200.json/calls: index_target of glm-5.2 is missing");
+  EXPECT_TRUE(refusal("\"calls\": [", "\"calls\": ").starts_with("h200.json: is not JSON: "));
+}
+
 TEST(Plan, BoundIsWhatTakesLongest) {
-  harness::PlanRequest asked = request("glm-5.2", 131072, 64);
+  plan::PlanRequest asked = request("glm-5.2", 131072, 64);
   asked.bandwidth = 1e6;
-  EXPECT_EQ(plan_step(asked).both().bound(), harness::Bound::network);
+  EXPECT_EQ(plan_step(asked).both().bound(), plan::Bound::network);
   asked.bandwidth = 1e15;
-  harness::StepPlan step = plan_step(asked);
-  EXPECT_NE(step.both().bound(), harness::Bound::network);
+  plan::StepPlan step = plan_step(asked);
+  EXPECT_NE(step.both().bound(), plan::Bound::network);
   EXPECT_DOUBLE_EQ(step.overlapped_seconds, step.both().kernel_seconds);
-  asked.gpu.memory_rate = 1e9;
-  EXPECT_EQ(plan_step(asked).both().bound(), harness::Bound::memory);
-  asked.gpu.memory_rate = 1e18;
-  EXPECT_EQ(plan_step(asked).both().bound(), harness::Bound::compute);
+  asked.device.memory_rate.value = 1e9;
+  EXPECT_EQ(plan_step(asked).both().bound(), plan::Bound::memory);
+  asked.device.memory_rate.value = 1e18;
+  EXPECT_EQ(plan_step(asked).both().bound(), plan::Bound::compute);
 }
 
 TEST(Plan, MemoryOfAStepAddsUpOverLayers) {
   const auto workspace = static_cast<double>(Execution{}.workspace_limit);
   for (const std::string& model : model_names()) {
-    const harness::StepPlan step = plan_step(request(model.c_str(), 131072, 64));
+    const plan::StepPlan step = plan_step(request(model.c_str(), 131072, 64));
     double kept = 0;
     double gathered = 0;
     double most_beside_kept = 0;
     double most_beside_all = 0;
-    for (const harness::PlannedLayer& layer : step.layers) {
-      std::map<harness::Kept, double> bytes;
-      for (const harness::PlannedTensor& each : layer.plan.tensors)
-        bytes[each.kept] += each.bytes();
-      const double within = bytes[harness::Kept::within_layer] + workspace;
-      const double regathered = bytes[harness::Kept::unless_regathered];
-      kept += bytes[harness::Kept::until_backward] * static_cast<double>(layer.kind.layers);
+    for (const plan::PlannedLayer& layer : step.layers) {
+      std::map<plan::Kept, double> bytes;
+      for (const plan::PlannedTensor& each : layer.plan.tensors) bytes[each.kept] += each.bytes();
+      const double within = bytes[plan::Kept::within_layer] + workspace;
+      const double regathered = bytes[plan::Kept::unless_regathered];
+      kept += bytes[plan::Kept::until_backward] * static_cast<double>(layer.kind.layers);
       gathered += regathered * static_cast<double>(layer.kind.layers);
       most_beside_all = std::max(most_beside_all, within);
       most_beside_kept = std::max(most_beside_kept, within + regathered);
@@ -226,8 +260,8 @@ TEST(Plan, MemoryOfAStepAddsUpOverLayers) {
 
 /// Of the calls that need most, at a model's own size and without its memory.
 TEST(Plan, WorkspaceIsNoMoreThanPlanned) {
-  const harness::StepPlan step = plan_step(request("glm-5.2", 131072, 64));
-  const harness::PlannedLayer& layer = step.layers[0];
+  const plan::StepPlan step = plan_step(request("glm-5.2", 131072, 64));
+  const plan::PlannedLayer& layer = step.layers[0];
   const auto of = [&](std::string_view name) {
     static std::vector<std::byte> zeros(1 << 20);  // windows are looked at
     const auto found = std::find_if(layer.plan.tensors.begin(), layer.plan.tensors.end(),

@@ -18,6 +18,7 @@
 #include "tools/benchmark.h"
 #include "tools/commands.h"
 #include "tools/matrix_product.h"
+#include "tools/plan/rate_benches.h"
 #include "tools/table.h"
 #include "tools/text.h"
 #include "tools/words.h"
@@ -63,7 +64,8 @@ struct Options {
   std::optional<std::int64_t> tokens, keys, documents, heads, qk_dim, v_dim, topk, index_heads,
       index_dim;
   CLI::Option* json = nullptr;
-  std::string json_file;  // empty: stdout
+  std::string json_file;   // empty: stdout
+  std::string rates_file;  // not empty: the benches are those that plans need
 };
 
 harness::Case with_sizes(harness::Case c, const Options& options) {
@@ -111,9 +113,14 @@ std::vector<Plan> listed_plans(const Options& options) {
 
 /// The plans for all ops asked for; without a case an op gets one that has it.
 std::vector<Plan> plans_of(const Options& options) {
+  std::vector<Plan> plans;
+  if (!options.rates_file.empty()) {
+    for (const plan::RateBench& each : plan::rate_benches(options.keys))
+      plans.push_back(plan_of(each.op, each.c, options));
+    return plans;
+  }
   const bool any_case = options.name_of_case.empty();
   if (any_case && options.op.empty()) return listed_plans(options);
-  std::vector<Plan> plans;
   for (const std::string_view op : op_words(options.op)) {
     const harness::Case* c =
         &harness::find_case(any_case ? kDefaultCase : options.name_of_case.c_str());
@@ -269,22 +276,31 @@ nlohmann::ordered_json json_of(const Results& results, const Options& options) {
           {"measured", std::move(measured)}};
 }
 
+/// An empty path opens no file.
+std::ofstream opened(const std::string& path) {
+  std::ofstream file;
+  if (path.empty()) return file;
+  file.open(path);
+  if (!file) throw std::runtime_error(fmt::format("cannot write '{}'", path));
+  return file;
+}
+
 void bench(const Options& options) {
   const Backend backend = backend_word(options.backend);
   if (options.scaling && harness::device_of(backend).kind != DeviceKind::cpu)
     throw std::invalid_argument(
         fmt::format("--scaling: is for backends on the CPU, which {} is not", name(backend)));
   const std::vector<Plan> plans = plans_of(options);
-  std::ofstream file;
-  if (!options.json_file.empty()) {
-    file.open(options.json_file);
-    if (!file) throw std::runtime_error(fmt::format("cannot write '{}'", options.json_file));
-  }
+  std::ofstream file = opened(options.json_file);
+  std::ofstream rates_file = opened(options.rates_file);
   Execution execution{.backend = backend, .threads = options.threads};
   execution.deterministic = options.deterministic;
   if (options.limit_mib > 0)
     execution.workspace_limit = static_cast<std::size_t>(options.limit_mib) << 20;
   const Results results = measure_all(plans, execution);
+  if (rates_file.is_open())
+    rates_file << rates_text(
+        plan::measured_rates(options.rates_file, execution, results.product, results.measured));
   const bool json = options.json->count() > 0;
   if (file.is_open()) file << json_of(results, options).dump(2) << '\n';
   if (json && !file.is_open())
@@ -349,6 +365,16 @@ void add_bench(CLI::App& app, int&) {
   size("--topk", options->topk, "Slots of attention; a sliding window is a part of them.");
   size("--index-heads", options->index_heads, "Of the indexer.");
   size("--index-dim", options->index_dim, "Channels of the indexer.");
+
+  const std::vector<std::string> of_rates{"--help", "--backend", "--threads", "--repeat",
+                                          "--json", "--tokens",  "--keys"};
+  const std::vector<CLI::Option*> others = command->get_options([&](const CLI::Option* each) {
+    return std::find(of_rates.begin(), of_rates.end(), each->get_name()) == of_rates.end();
+  });
+  CLI::Option* rates = command->add_option("--rates", options->rates_file,
+                                           "Time what plan needs, and write it for plan --rates.");
+  rates->option_text("FILE");
+  for (CLI::Option* each : others) rates->excludes(each);
   command->callback([options] { bench(*options); });
 }
 

@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums the plans of layers up to that of a step.
-#include "harness/step_plan.h"
+// Sums the plans of all layers for the busiest rank.
+#include "tools/plan/step_plan.h"
 
 #include <algorithm>
 
 #include "winnow/execution.h"
 
-namespace winnow::harness {
+namespace winnow::plan {
 namespace {
+
+using harness::LayerKind;
+using harness::RankWork;
+using harness::ShardedBatch;
+using harness::WholeKeys;
 
 ShardedBatch shard(const PlanRequest& request, Sharding sharding) {
   return {.cu_seqlens = request.cu_seqlens,
@@ -18,18 +23,18 @@ ShardedBatch shard(const PlanRequest& request, Sharding sharding) {
 
 Cost cost_of(const LayerPlan& plan, const LayerKind& kind, bool backward,
              const PlanRequest& request) {
-  const Gpu& gpu = request.gpu;
+  const DeviceRates& device = request.device;
   Cost cost;
   for (const PlannedCall& call : plan.calls) {
     if (call.backward != backward) continue;
     cost.flops += call.flops;
-    cost.memory_bytes += call.memory_bytes(gpu);
-    cost.kernel_seconds += call.seconds(gpu, kind.c.name);
+    cost.memory_bytes += call.memory_bytes(device);
+    cost.kernel_seconds += call.seconds(device, kind.c.name);
   }
   for (const PlannedMessage& message : plan.messages)
     if (message.backward == backward) cost.network_bytes += message.bytes;
-  cost.product_seconds = cost.flops / gpu.matrix_product;
-  cost.memory_seconds = cost.memory_bytes / gpu.memory_rate;
+  cost.product_seconds = cost.flops / device.matrix_product.value;
+  cost.memory_seconds = cost.memory_bytes / device.memory_rate.value;
   cost.network_seconds = cost.network_bytes / request.bandwidth;
   return cost;
 }
@@ -54,8 +59,8 @@ void sum_up(StepPlan& step) {
   for (const PlannedLayer& layer : step.layers) {
     const auto count = static_cast<double>(layer.kind.layers);
     const LayerMemory& memory = layer.memory;
-    step.forward += layer.forward.times(count);
-    step.backward += layer.backward.times(count);
+    step.forward.add(layer.forward, count);
+    step.backward.add(layer.backward, count);
     step.overlapped_seconds += layer.overlapped_seconds() * count;
     step.one_layer_bytes = std::max(step.one_layer_bytes, memory.total());
     step.regathered_bytes += memory.kept * count;
@@ -69,44 +74,21 @@ void sum_up(StepPlan& step) {
 
 }  // namespace
 
-std::string_view name(Bound bound) {
-  switch (bound) {
-    case Bound::compute:
-      return "compute";
-    case Bound::memory:
-      return "memory";
-    default:
-      return "network";
-  }
-}
-
-Cost& Cost::operator+=(const Cost& other) {
-  flops += other.flops;
-  memory_bytes += other.memory_bytes;
-  network_bytes += other.network_bytes;
-  kernel_seconds += other.kernel_seconds;
-  product_seconds += other.product_seconds;
-  memory_seconds += other.memory_seconds;
-  network_seconds += other.network_seconds;
+Cost& Cost::add(const Cost& other, double count) {
+  flops += other.flops * count;
+  memory_bytes += other.memory_bytes * count;
+  network_bytes += other.network_bytes * count;
+  kernel_seconds += other.kernel_seconds * count;
+  product_seconds += other.product_seconds * count;
+  memory_seconds += other.memory_seconds * count;
+  network_seconds += other.network_seconds * count;
   return *this;
-}
-
-Cost Cost::times(double count) const {
-  return {.flops = flops * count,
-          .memory_bytes = memory_bytes * count,
-          .network_bytes = network_bytes * count,
-          .kernel_seconds = kernel_seconds * count,
-          .product_seconds = product_seconds * count,
-          .memory_seconds = memory_seconds * count,
-          .network_seconds = network_seconds * count};
 }
 
 Bound Cost::bound() const {
   if (network_seconds > kernel_seconds) return Bound::network;
   return memory_seconds > product_seconds ? Bound::memory : Bound::compute;
 }
-
-Cost operator+(Cost a, const Cost& b) { return a += b; }
 
 double LayerMemory::of(std::string_view part) const {
   for (const auto& [known, bytes] : parts)
@@ -128,7 +110,7 @@ double PlannedLayer::overlapped_seconds() const {
 StepPlan plan_step(const PlanRequest& request) {
   const std::vector<LayerKind>& kinds = request.model.kinds;
   StepPlan step;
-  std::vector<std::vector<RankWork>> works;  // by kind, of the sharding asked for
+  std::vector<std::vector<RankWork>> works;  // of each kind, with the requested sharding
   std::vector<WholeKeys> whole;
   for (const Sharding sharding : {Sharding::contiguous, Sharding::zigzag}) {
     const ShardedBatch batch = shard(request, sharding);
@@ -156,7 +138,7 @@ StepPlan plan_step(const PlanRequest& request) {
   for (std::size_t i = 0; i < kinds.size(); ++i) {
     LayerPlan plan = plan_layer(kinds[i], whole[i], works[i][step.rank]);
     for (const PlannedCall& call : plan.calls)
-      step.beyond_measured |= call.keys > request.gpu.measured_keys;
+      step.beyond_measured |= call.keys > request.device.most_keys();
     step.layers.push_back({.kind = kinds[i],
                            .plan = plan,
                            .memory = memory_of(plan),
@@ -167,4 +149,4 @@ StepPlan plan_step(const PlanRequest& request) {
   return step;
 }
 
-}  // namespace winnow::harness
+}  // namespace winnow::plan

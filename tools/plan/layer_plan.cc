@@ -1,14 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // The formulas of docs/scaling.md: tensors, messages and calls of one rank in one layer.
-#include "harness/layer_plan.h"
+#include "tools/plan/layer_plan.h"
 
-#include <algorithm>
 #include <initializer_list>
+#include <utility>
 
 #include "harness/key_flops.h"
 
-namespace winnow::harness {
+namespace winnow::plan {
 namespace {
+
+using harness::Case;
+using harness::KeyFlops;
+using harness::LayerKind;
+using harness::Lists;
+using harness::RankWork;
+using harness::Shape;
+using harness::WholeKeys;
 
 constexpr double kSumBytes = 4;  // gradients of keys are fp32 until they are summed over ranks
 
@@ -23,7 +31,7 @@ class Tensors {
     add_keys("kv", whole.rows + whole.pools, rows_ + work.pools, c_.qk_dim);
   }
 
-  /// Of those named; one that the layer does not have counts nothing.
+  /// Sums over the named tensors; one that the layer does not have counts nothing.
   double bytes(std::initializer_list<std::string_view> names) const {
     double sum = 0;
     for (const std::string_view name : names)
@@ -41,7 +49,7 @@ class Tensors {
 
   void add_indexer() {
     const std::int64_t topk = c_.index_topk();
-    add("begin", "lists", Kept::within_layer, DType::i32, {rows_});  // the same in all such layers
+    add("begin", "lists", Kept::within_layer, DType::i32, {rows_});  // all such layers share them
     add("end", "lists", Kept::within_layer, DType::i32, {rows_});
     add("selected", "lists", Kept::until_backward, DType::i32, {rows_, topk});
     add("selected_lengths", "lists", Kept::until_backward, DType::i32, {rows_});
@@ -59,7 +67,8 @@ class Tensors {
              c_.has_pools() ? work_.pools : rows_, c_.index_dim);
   }
 
-  /// Lists of selected rows are `selected`, reused ones the earlier layer's.
+  /// Only layers with a sliding window make lists of their own: others use `selected`, theirs or
+  /// that of an earlier layer.
   void add_lists() {
     if (c_.window == 0) return;
     const std::int64_t topk =
@@ -98,7 +107,7 @@ class Tensors {
         {whole, width});
     add(kv ? "d_kv_shard" : "d_index_k_shard", "gradients of keys", Kept::within_layer, c_.dtype,
         {local, width});
-    if (!kv) return;  // the widest rows, so that others find room there too
+    if (!kv) return;  // the staging of kv, whose rows are the widest, serves all keys
     if (whole_.reordered)
       add("by_rank", "staging", Kept::within_layer, DType::f32, {whole_.rows, width});
     add("sum", "staging", Kept::within_layer, DType::f32, {rows_, width});
@@ -143,15 +152,15 @@ std::vector<PlannedCall> calls_of(const LayerKind& kind, const WholeKeys& whole,
   const auto row_bytes = static_cast<double>(element_bytes(c.dtype));
   const double kv_bytes = row_bytes * static_cast<double>(c.qk_dim);
   const double index_bytes = row_bytes * static_cast<double>(c.index_dim);
-  // An addition reads and writes; beside it the key itself is read.
+  // Adding to a gradient reads and writes it, and the key itself is read too.
   const double added = 1 + 2 * kSumBytes / row_bytes;
   const double beside = 1 + kSumBytes / row_bytes;
   const auto bytes = [&](std::initializer_list<std::string_view> names) {
     return tensors.bytes(names);
   };
 
-  // What is gathered is written once, and again in the order of the batch; gradients are set to 0,
-  // brought into the order of ranks, and read once.
+  // Gathered keys are written once; where the order of ranks is not that of the batch, they are
+  // read and written once more. Gradients are zeroed, reordered in the same way, and read once.
   const double passes = whole.reordered ? 3 : 1;
   std::vector<PlannedCall> calls{
       {.name = "copies of gather_keys", .bytes = passes * bytes({"kv", "index_k"})}};
@@ -159,7 +168,7 @@ std::vector<PlannedCall> calls_of(const LayerKind& kind, const WholeKeys& whole,
     calls.push_back(
         {.name = "index_topk_forward",
          .flops = each.score * seen,
-         // Scores pass through the workspace: written once, read once.
+         // Scores are written to the workspace once and read once.
          .bytes = bytes({"index_q", "weights", "index_k", "selected", "scores"}) + 8 * seen,
          .keys = index_keys});
   if (c.window > 0)
@@ -219,16 +228,33 @@ double PlannedTensor::bytes() const {
   return bytes;
 }
 
-double PlannedCall::memory_bytes(const Gpu& gpu) const {
-  // Lists that draw evenly from more than the cache holds miss it by the rest.
+std::string_view name(Bound bound) {
+  switch (bound) {
+    case Bound::compute:
+      return "compute";
+    case Bound::memory:
+      return "memory";
+    default:
+      return "network";
+  }
+}
+
+double PlannedCall::memory_bytes(const DeviceRates& device) const {
+  // Lists that draw evenly from more bytes than the L2 cache holds miss it in that proportion.
   const double reached = keys * key_bytes;
-  const double missing = reached > gpu.cache_bytes ? 1 - gpu.cache_bytes / reached : 0;
+  const double missing = reached > device.cache_bytes ? 1 - device.cache_bytes / reached : 0;
   return bytes + reached + missing * listed_bytes;
 }
 
-double PlannedCall::seconds(const Gpu& gpu, std::string_view geometry) const {
-  if (flops == 0) return memory_bytes(gpu) / gpu.memory_rate;
-  return flops / measured_rate(gpu, name, geometry, keys);
+double PlannedCall::seconds(const DeviceRates& device, std::string_view model) const {
+  if (flops == 0) return memory_bytes(device) / device.memory_rate.value;
+  return flops / call_rate(device, name, model, keys);
+}
+
+Bound PlannedCall::bound(const DeviceRates& device) const {
+  return memory_bytes(device) / device.memory_rate.value > flops / device.matrix_product.value
+             ? Bound::memory
+             : Bound::compute;
 }
 
 LayerPlan plan_layer(const LayerKind& kind, const WholeKeys& whole, const RankWork& work) {
@@ -240,4 +266,4 @@ LayerPlan plan_layer(const LayerKind& kind, const WholeKeys& whole, const RankWo
   return plan;
 }
 
-}  // namespace winnow::harness
+}  // namespace winnow::plan
