@@ -81,13 +81,11 @@ __global__ void gather_kernel(const __nv_bfloat16* keys, const std::int32_t* ind
   shared.watchdog.finish();
 }
 
-/// Keys in any order, some of them twice, between holes of every kind: none, just past the last
-/// key, and far outside of all memory.
-Ints indices_with_holes(int count) {
-  constexpr std::int32_t kHoles[] = {-1, kKeys, kUnmapped, -kUnmapped};
+/// Keys in any order, some of them twice, between the given holes.
+Ints indices_with_holes(int count, const Ints& holes) {
   Ints indices;
   for (int i = 0; i < count; ++i) {
-    indices.push_back(i % 3 == 2 ? kHoles[i / 3 % 4] : i * 7 % kKeys);
+    indices.push_back(i % 3 == 2 ? holes[i / 3 % holes.size()] : i * 7 % kKeys);
   }
   return indices;
 }
@@ -123,7 +121,8 @@ void expect_rows_and_zeros(const Ints& indices) {
 
 template <int kRows, int kTiles>
 void expect_rows_and_zeros() {
-  for (const Ints& indices : {indices_with_holes(kRows), Ints(kRows, -1), Ints(kRows, 3)}) {
+  for (const Ints& indices :
+       {indices_with_holes(kRows, {-1, kKeys}), Ints(kRows, -1), Ints(kRows, 3)}) {
     expect_rows_and_zeros<kRows, kTiles, Arrival::barrier>(indices);
     expect_rows_and_zeros<kRows, kTiles, Arrival::own_copies>(indices);
   }
@@ -145,6 +144,12 @@ TEST_F(Gather, WritesZerosForHolesInBlocksOfTheBackward) {
 TEST_F(Gather, WritesZerosForHeadsPastTheLast) {
   expect_rows_and_zeros<64, 3>();
   expect_rows_and_zeros<64, 4>();
+}
+
+// A read of such an address would end the launch with an error.
+TEST_F(Gather, ReadsNoMemoryForHoles) {
+  expect_rows_and_zeros<64, 9, Arrival::barrier>(
+      indices_with_holes(64, {kUnmapped, -kUnmapped, -1}));
 }
 
 }  // namespace

@@ -6,10 +6,10 @@
 #include <cstdint>
 #include <functional>
 
+#include "cuda/common/tensor_map.h"
 #include "cuda/hopper/barrier.cuh"
 #include "cuda/hopper/tensor_copy.cuh"
 #include "cuda/hopper/wgmma.cuh"
-#include "cuda/tensor_map.h"
 #include "tests/hopper_kernels.cuh"
 
 namespace winnow::tests {
