@@ -16,9 +16,9 @@ if ! command -v compute-sanitizer >/dev/null; then
   exit 1
 fi
 
-# A program and its filter a line. Together they launch every kernel, at sizes that take seconds
-# where the tools slow them down a hundredfold: every op by the general kernels and those of its
-# types, then the shapes that have kernels of their own.
+# A program and its filter a line. Together they launch every kernel of src/cuda, at sizes that take
+# seconds where the tools slow them down a hundredfold: every op by the general kernels of all types,
+# then the shapes that have kernels of their own.
 tests() {
   cat <<'LIST'
 hopper_barrier_test *
@@ -29,7 +29,7 @@ harness_test */cuda_*_glm_5_2_small:*/cuda_*_deepseek_v4_flash_small:*/cuda_*_mi
 cuda_stream_test CapturedCalls.*
 sparse_attention_test SparseAttention.SlotsBetweenKeysMayHoldNone:SparseAttention.RowsWithoutKeysGiveZero
 sparse_attention_backward_test SparseAttentionBackward.DKvOf*:SparseAttentionBackward.WhatNoSlotNames*
-index_topk_test IndexTopk.TakesAnyNumberOfHeadsAndAnyWidth
+index_topk_test IndexTopk.TakesAnyNumberOfHeadsAndAnyWidth:IndexTopk.LengthsAndScoresAreOptional
 index_topk_rows_test IndexTopkFp8.SelectsByTheDequantisedKeys:IndexTopkBackward.InvalidSlotsTouchNothing
 index_topk_long_rows_test LongRowsOf.InfiniteScoresAreSelectedExactly:LongRowsOf.ManySlotsAreSortedByScore
 dense_index_loss_test DenseIndexLoss.ReadsNoKeyOutsideTheWindows
@@ -39,7 +39,7 @@ LIST
 # Tests of such an outcome, OK or SKIPPED. Those of Hopper's instructions skip on other GPUs.
 count() { cat "${@:2}" | grep -cE "^\[ +($1) \]" || true; }
 
-# Under one tool all programs run beside each other: most of their time is the host's.
+# Under one tool all programs run beside each other, so that their starts do not add up.
 sanitize() {
   local tool=$1 start=$SECONDS failed="" program filter log
   local -A jobs=()
