@@ -9,10 +9,10 @@ build = cmake --preset $(1) && cmake --build --preset $(1)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja already uses all cores
-.PHONY: help run bench bench-eager test tsan gpu-test gpu-bundle wheel lint format tidy clean
+.PHONY: help run bench bench-eager test tsan gpu-test gpu-sanitize gpu-bundle wheel lint format tidy clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 run: build/.packages ## build the tool and show what it does
 	$(call build,release) --target winnow_tool
@@ -44,6 +44,10 @@ tsan: build/.packages ## run the C++ tests under the thread sanitizer
 gpu-test: build/.packages .venv/.installed ## build with CUDA, run all tests on this machine's GPU
 	CUDACXX=$(nvcc) $(call build,cuda)
 	$(venv)/python scripts/test.py cuda
+
+gpu-sanitize: build/.packages ## build with CUDA, run short tests under compute-sanitizer's tools
+	CUDACXX=$(nvcc) $(call build,cuda) --target winnow_tests
+	scripts/gpu_sanitize.sh build/cuda
 
 gpu-bundle: build/.packages ## build with CUDA, pack build/gpu for a machine with a GPU and a driver
 	CUDACXX=$(nvcc) $(call build,cuda)
