@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the C++ tests of the named builds, then the Python tests, and counts them all.
 
-    test.py dev release
+    test.py [--slow] dev release
 
-The Python tests use the library of the last build. The last line printed is
-"N passed, N failed, N skipped"; the exit code is 0 only if nothing failed and each run had tests.
+Tests that are marked slow run with --slow only. The Python tests use the library of the last build.
+The last line printed is "N passed, N failed, N skipped"; the exit code is 0 only if nothing failed
+and each run had tests.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -42,22 +44,23 @@ def fresh_folder(path: Path) -> Path:
     return path
 
 
-def run_ctest(preset: str) -> Counter:
+def run_ctest(preset: str, slow: bool) -> Counter:
     build = ROOT / "build" / preset
     reports = fresh_folder(build / "test_reports")
     summary = reports / "ctest.xml"
     print(f"== C++ tests, {preset}", flush=True)
     code = subprocess.call(
         ["ctest", "--test-dir", build, "-j2", "--output-on-failure", "--no-tests=error"]
-        + ["--output-junit", summary],
-        env=os.environ | {"GTEST_OUTPUT": f"xml:{reports}/", "UBSAN_OPTIONS": "print_stacktrace=1"},
+        + ["--output-junit", summary]
+        + ([] if slow else ["--label-exclude", "^slow$"]),
+        env=os.environ | {"UBSAN_OPTIONS": "print_stacktrace=1"},
     )
     count = Counter()
     entries = ElementTree.parse(summary).iter("testcase") if summary.exists() else []
     for entry in entries:
         cases = outcomes(reports / f"{entry.get('name')}.xml")
         ok = entry.get("status") == "run"
-        if entry.get("name").endswith("_test"):
+        if "_test." in entry.get("name"):
             # A crash leaves no report; a leak or a crash at exit leaves one without a failure.
             if not cases:
                 print(f"{entry.get('name')} crashed or holds no tests")
@@ -71,12 +74,13 @@ def run_ctest(preset: str) -> Counter:
     return count
 
 
-def run_pytest(preset: str) -> Counter:
+def run_pytest(preset: str, slow: bool) -> Counter:
     build = ROOT / "build" / preset
     report = build / "test_reports" / "pytest.xml"
     print("== Python tests", flush=True)
     code = subprocess.call(
-        [sys.executable, "-m", "pytest", "-q", "python/tests", f"--junitxml={report}"],
+        [sys.executable, "-m", "pytest", "-q", "python/tests", f"--junitxml={report}"]
+        + ([] if slow else ["-m", "not slow"]),
         cwd=ROOT,
         env=os.environ
         | {"WINNOW_LIBRARY": str(build / "libwinnow.so"), "PYTHONPATH": str(ROOT / "python")},
@@ -89,8 +93,14 @@ def run_pytest(preset: str) -> Counter:
 
 
 def main() -> int:
-    presets = sys.argv[1:]
-    count = sum((run_ctest(preset) for preset in presets), Counter()) + run_pytest(presets[-1])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--slow", action="store_true", help="run the slow tests too")
+    parser.add_argument("presets", nargs="+", metavar="PRESET")
+    options = parser.parse_args()
+    count = Counter()
+    for preset in options.presets:
+        count += run_ctest(preset, options.slow)
+    count += run_pytest(options.presets[-1], options.slow)
     print(f"{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped")
     return 1 if count["failed"] else 0
 
