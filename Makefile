@@ -9,7 +9,7 @@ build = cmake --preset $(1) && cmake --build --preset $(1)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja already uses all cores
-.PHONY: help run bench bench-eager test tsan gpu-test gpu-sanitize gpu-bundle wheel lint format tidy clean
+.PHONY: help run bench bench-eager check test test-all tsan gpu-test gpu-sanitize gpu-bundle wheel lint format tidy clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,7 +27,11 @@ bench-eager: build/.packages .venv/.installed ## race the cpu backend against ea
 	$(call build,release) --target winnow
 	PYTHONPATH=python $(venv)/python python/benchmarks/against_eager.py
 
-test: build/.packages .venv/.installed ## build with and without sanitizers, run all tests
+check: build/.packages .venv/.installed ## release build and its tests, two minutes behind the build
+	$(call build,release)
+	$(venv)/python scripts/test.py release
+
+test: build/.packages .venv/.installed ## build with and without sanitizers, run all but slow tests
 	$(call build,dev) --target winnow_tests
 	$(call build,release)
 ifeq ($(wildcard src/cuda/*/*.cu),)
@@ -36,14 +40,17 @@ else ifeq ($(nvcc),)
 else
 	CUDACXX=$(nvcc) $(call build,cuda-check) --target winnow_kernels
 endif
-	$(venv)/python scripts/test.py dev release
+	$(venv)/python scripts/test.py $(slow) dev release
+
+test-all: ## the same with the slow tests
+	$(MAKE) test slow=--slow
 
 tsan: build/.packages ## run the C++ tests under the thread sanitizer
 	scripts/tsan.sh
 
 gpu-test: build/.packages .venv/.installed ## build with CUDA, run all tests on this machine's GPU
 	CUDACXX=$(nvcc) $(call build,cuda)
-	$(venv)/python scripts/test.py cuda
+	$(venv)/python scripts/test.py --slow cuda
 
 gpu-sanitize: build/.packages ## build with CUDA, run short tests under compute-sanitizer's tools
 	CUDACXX=$(nvcc) $(call build,cuda) --target winnow_tests

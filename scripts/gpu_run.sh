@@ -3,6 +3,7 @@
 # Runs what gpu_bundle.sh packed on this machine's GPU. It stands in the bundle as run.sh.
 #   run.sh                 the tests, then the benchmark
 #   run.sh tests           the C++ tests, then the Python ones where there are torch and pytest
+#   run.sh sanitize ...    compute-sanitizer over the kernels
 #   run.sh COMMAND ...     a command of the tool: info, check, bench, with its options
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -20,19 +21,26 @@ PYTHON
 }
 LD_LIBRARY_PATH=$PWD:$(libraries | paste -sd:):${LD_LIBRARY_PATH:-}
 export LD_LIBRARY_PATH
+# The machine's own MPI goes with its mpirun; where it has none, the bundle's lets the library load.
+if ldd libwinnow.so | grep -q 'libmpi\.so.* not found'; then
+  LD_LIBRARY_PATH=$LD_LIBRARY_PATH:$PWD/mpi
+fi
 export WINNOW_LIBRARY=$PWD/libwinnow.so PYTHONPATH=$PWD/python
 
 tests() {
-  local failed=0 test
+  local count=0 failed=() test
   for test in ./*_test; do
-    "$test" --gtest_brief=1 || { failed=1; echo "FAILED: $test"; }
+    count=$((count + 1))
+    "$test" --gtest_brief=1 || failed+=("$test")
   done
   if python3 -c 'import torch, pytest, hypothesis' 2>/dev/null; then
-    python3 -m pytest -q python/tests || failed=1
+    count=$((count + 1))
+    python3 -m pytest -q python/tests || failed+=(python/tests)
   else
     echo "no torch, pytest and hypothesis here: the Python tests are left out"
   fi
-  return $failed
+  echo "$count test programs, ${#failed[@]} failed: ${failed[*]:-none}"
+  ((${#failed[@]} == 0))
 }
 
 case "${1:-all}" in
@@ -44,5 +52,6 @@ case "${1:-all}" in
     exit $status
     ;;
   tests) ./winnow info; tests ;;
+  sanitize) shift; ./sanitize.sh "$@" ;;
   *) ./winnow "$@" ;;
 esac

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the C++ tests of the named builds, then the Python tests, and counts them all.
 
-    test.py dev release
+    test.py [--slow] dev release
 
-The Python tests use the library of the last build. The last line printed is
-"N passed, N failed, N skipped"; the exit code is 0 only if nothing failed and each run had tests.
+Tests that are marked slow run with --slow only. The Python tests use the library of the last build.
+The last line printed is "N passed, N failed, N skipped"; the exit code is 0 only if nothing failed
+and each run had tests.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -42,22 +44,23 @@ def fresh_folder(path: Path) -> Path:
     return path
 
 
-def run_ctest(preset: str) -> Counter:
+def run_ctest(preset: str, slow: bool) -> Counter:
     build = ROOT / "build" / preset
     reports = fresh_folder(build / "test_reports")
     summary = reports / "ctest.xml"
     print(f"== C++ tests, {preset}", flush=True)
     code = subprocess.call(
         ["ctest", "--test-dir", build, "-j2", "--output-on-failure", "--no-tests=error"]
-        + ["--output-junit", summary],
-        env=os.environ | {"GTEST_OUTPUT": f"xml:{reports}/", "UBSAN_OPTIONS": "print_stacktrace=1"},
+        + ["--output-junit", summary]
+        + ([] if slow else ["--label-exclude", "^slow$"]),
+        env=os.environ | {"UBSAN_OPTIONS": "print_stacktrace=1"},
     )
     count = Counter()
     entries = ElementTree.parse(summary).iter("testcase") if summary.exists() else []
     for entry in entries:
         cases = outcomes(reports / f"{entry.get('name')}.xml")
         ok = entry.get("status") == "run"
-        if entry.get("name").endswith("_test"):
+        if "_test." in entry.get("name"):
             # A crash leaves no report; a leak or a crash at exit leaves one without a failure.
             if not cases:
                 print(f"{entry.get('name')} crashed or holds no tests")
@@ -71,26 +74,48 @@ def run_ctest(preset: str) -> Counter:
     return count
 
 
-def run_pytest(preset: str) -> Counter:
+def run_pytest(preset: str, slow: bool) -> Counter:
+    """In two processes side by side, as ctest runs two: each takes every other file."""
     build = ROOT / "build" / preset
-    report = build / "test_reports" / "pytest.xml"
+    reports = build / "test_reports"
+    environment = os.environ | {
+        "WINNOW_LIBRARY": str(build / "libwinnow.so"),
+        "PYTHONPATH": str(ROOT / "python"),
+    }
+    files = sorted((ROOT / "python" / "tests").glob("test_*.py"))
     print("== Python tests", flush=True)
-    code = subprocess.call(
-        [sys.executable, "-m", "pytest", "-q", "python/tests", f"--junitxml={report}"],
-        cwd=ROOT,
-        env=os.environ
-        | {"WINNOW_LIBRARY": str(build / "libwinnow.so"), "PYTHONPATH": str(ROOT / "python")},
-    )
-    count = outcomes(report)
-    # Also when pytest found no tests or died before its report.
-    if code != 0 and not count["failed"]:
-        count["failed"] += 1
+    halves = [
+        subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-q", *files[half::2]]
+            + [f"--junitxml={reports}/pytest{half}.xml"]
+            + ([] if slow else ["-m", "not slow"]),
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for half in range(2)
+    ]
+    count = Counter()
+    for half, process in enumerate(halves):
+        print(process.communicate()[0], flush=True)
+        cases = outcomes(reports / f"pytest{half}.xml")
+        # Also when pytest found no tests or died before its report.
+        if process.returncode != 0 and not cases["failed"]:
+            cases["failed"] += 1
+        count += cases
     return count
 
 
 def main() -> int:
-    presets = sys.argv[1:]
-    count = sum((run_ctest(preset) for preset in presets), Counter()) + run_pytest(presets[-1])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--slow", action="store_true", help="run the slow tests too")
+    parser.add_argument("presets", nargs="+", metavar="PRESET")
+    options = parser.parse_args()
+    count = Counter()
+    for preset in options.presets:
+        count += run_ctest(preset, options.slow)
+    count += run_pytest(options.presets[-1], options.slow)
     print(f"{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped")
     return 1 if count["failed"] else 0
 

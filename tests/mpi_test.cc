@@ -3,8 +3,10 @@
 // they end. Built with MPI only.
 #include <chrono>
 #include <cstdio>
+#include <filesystem>
 #include <regex>
 
+#include <mpi.h>
 #include <sys/wait.h>
 
 #include "tests/sanitized.h"
@@ -20,20 +22,10 @@ struct Job {
   std::string output;
 };
 
-/// Runs a program of this build on so many ranks. It is ended after `seconds`: then its exit code
-/// is 124.
-Job run_ranks(int ranks, const std::string& program, int seconds) {
-  // Open MPI: as root too, with more ranks than cores, which then share them. Its own memory is
-  // reported as leaked by the address sanitizer, so leaks are looked for with ranks as threads.
-  const std::string command = fmt::format(
-      "env -u GTEST_OUTPUT OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 "
-      "OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none "
-      "OMPI_MCA_mpi_yield_when_idle=1 ASAN_OPTIONS=detect_leaks=0 "
-      "timeout --kill-after=5 {} {} -n {} {}/{} 2>&1",
-      seconds, WINNOW_MPIRUN, ranks, WINNOW_BUILD, program);
+Job run(const std::string& command) {
   Job job;
   const auto start = std::chrono::steady_clock::now();
-  std::FILE* const pipe = popen(command.c_str(), "r");
+  std::FILE* const pipe = popen((command + " 2>&1").c_str(), "r");
   if (pipe == nullptr) return job;
   char text[4096];
   while (std::fgets(text, sizeof(text), pipe) != nullptr) job.output += text;
@@ -41,6 +33,36 @@ Job run_ranks(int ranks, const std::string& program, int seconds) {
   job.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
   job.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return job;
+}
+
+/// Runs a program that stands beside this one on so many ranks. It is ended after `seconds`: then
+/// its exit code is 124.
+Job run_ranks(int ranks, const std::string& program, int seconds) {
+  const std::filesystem::path here = std::filesystem::read_symlink("/proc/self/exe").parent_path();
+  // Open MPI: as root too, with more ranks than cores, which then share them. Its own memory is
+  // reported as leaked by the address sanitizer, so leaks are looked for with ranks as threads.
+  return run(
+      fmt::format("env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 "
+                  "OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none "
+                  "OMPI_MCA_mpi_yield_when_idle=1 ASAN_OPTIONS=detect_leaks=0 "
+                  "timeout --kill-after=5 {} mpirun -n {} {}/{}",
+                  seconds, ranks, here.string(), program));
+}
+
+/// Why no job can be started here; empty if one can. Ranks that an mpirun of another MPI than the
+/// library's starts do not find each other.
+std::string why_no_jobs() {
+  const Job asked = run("mpirun --version");
+  if (asked.exit_code != 0) return "this machine has no mpirun";
+  char library[MPI_MAX_LIBRARY_VERSION_STRING];
+  int length = 0;
+  MPI_Get_library_version(library, &length);
+  std::smatch version;
+  if (std::regex_search(asked.output, version, std::regex("[0-9]+\\.[0-9]+(\\.[0-9]+)?")) &&
+      std::string(library).find(version.str()) != std::string::npos)
+    return {};
+  return fmt::format("mpirun is not of the MPI that was loaded: {} beside {}", asked.output,
+                     library);
 }
 
 std::int64_t count(const std::string& text, const char* pattern) {
@@ -52,8 +74,8 @@ std::int64_t count(const std::string& text, const char* pattern) {
 class MpiJobs : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (std::system(WINNOW_MPIRUN " --version > /dev/null 2>&1") != 0)
-      GTEST_SKIP() << "this machine has no " WINNOW_MPIRUN;
+    static const std::string reason = why_no_jobs();
+    if (!reason.empty()) GTEST_SKIP() << reason;
   }
 };
 

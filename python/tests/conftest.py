@@ -13,6 +13,10 @@ settings.load_profile("winnow")
 torch.set_num_threads(1)
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: too long for every change; make test-all runs it")
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     with Ranks(2, str(tmp_path_factory.mktemp("ranks") / "store")) as started:

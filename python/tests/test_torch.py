@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """winnow with torch.compile, checkpointing, DLPack and tensor parallelism."""
 
-import math
 from functools import partial
 
 import numpy as np
@@ -259,42 +258,23 @@ class TestDLPack:
             winnow.quantize_fp8([[1.0]])
 
 
-def heads_of_a_rank(rank: int, store: str, results) -> None:
-    """Loss and gradient on one of two ranks, each with half of the heads."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+def loss_of_heads(first: int, last: int, group=None) -> tuple[Tensor, Tensor]:
+    """The loss over the heads of all ranks, of which this one has [first, last), and d_weights."""
     (q, kv, *_, index_q, index_k, weights), packing = inputs([5, 7], f64)
-    q = torch.cat([q, q.flip(0)], 1)[:, 3 * rank : 3 * rank + 3]
+    q = torch.cat([q, q.flip(0)], 1)[:, first:last]
     selection = winnow.index_topk(index_q, index_k, weights, packing, topk=4)
     lse = winnow.sparse_attention(q, kv, selection.indices).lse
-    group = torch.distributed.group.WORLD
     loss = winnow.index_loss(selection, q, kv, lse, scale=SCALE, head_group=group)
-    (d_weights,) = torch.autograd.grad(loss, weights)
-    results.put((rank, loss.item(), d_weights.numpy()))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return loss.detach(), *torch.autograd.grad(loss, weights)
 
 
-def test_heads_that_are_split_over_ranks(tmp_path):
-    (q, kv, *_, index_q, index_k, weights), packing = inputs([5, 7], f64)
-    q = torch.cat([q, q.flip(0)], 1)
-    selection = winnow.index_topk(index_q, index_k, weights, packing, topk=4)
-    lse = winnow.sparse_attention(q, kv, selection.indices).lse
-    loss = winnow.index_loss(selection, q, kv, lse, scale=SCALE)
-    (d_weights,) = torch.autograd.grad(loss, weights)
+def loss_of_half_the_heads() -> tuple[Tensor, Tensor]:
+    first = 3 * torch.distributed.get_rank()
+    return loss_of_heads(first, first + 3, torch.distributed.group.WORLD)
 
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [
-        context.Process(target=heads_of_a_rank, args=(rank, str(tmp_path / "store"), results))
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    found = [results.get(timeout=120) for _ in ranks]
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
-    for _, actual, gradient in found:
-        assert math.isclose(actual, loss.item(), rel_tol=1e-10)
-        assert_near(torch.from_numpy(gradient), d_weights)
+
+def test_heads_that_are_split_over_ranks(two_ranks):
+    loss, d_weights = loss_of_heads(0, 6)
+    for actual, gradient in two_ranks(loss_of_half_the_heads):
+        assert_near(actual, loss)
+        assert_near(gradient, d_weights)
