@@ -46,6 +46,10 @@ class Scratch {
 /// Number of lanes that run at once: one per thread, but no more than have their scratch within the
 /// workspace limit, and at least one.
 int lane_count(const Execution& execution, std::size_t scratch_bytes);
+/// The scratch of all those lanes together, in bytes.
+inline std::size_t all_lanes_bytes(const Execution& execution, std::size_t scratch_bytes) {
+  return scratch_bytes * static_cast<std::size_t>(lane_count(execution, scratch_bytes));
+}
 
 /// The caller's workspace, or, without one, `bytes` of host memory allocated for one call.
 class HostWorkspace {

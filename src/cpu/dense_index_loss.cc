@@ -53,9 +53,8 @@ struct DenseRowPlan {
 template <class Args>
 DenseRowPlan plan_dense_row(const Args& args, const Execution& execution) {
   const DenseRowPlan keeps_all(args, args.index_k.shape[0]);
-  const std::size_t all_lanes_bytes =
-      keeps_all.bytes() * static_cast<std::size_t>(thread_count(execution));
-  return all_lanes_bytes <= execution.workspace_limit / 2 ? keeps_all : DenseRowPlan(args, 0);
+  const std::size_t bytes = keeps_all.bytes() * static_cast<std::size_t>(thread_count(execution));
+  return bytes <= execution.workspace_limit / 2 ? keeps_all : DenseRowPlan(args, 0);
 }
 
 }  // namespace winnow::cpu
@@ -297,8 +296,7 @@ std::string why_not(const DenseIndexLossForward& args, const Execution& executio
 }
 
 std::size_t workspace_bytes(const DenseIndexLossForward& args, const Execution& execution) {
-  const std::size_t lane = plan_dense_row(args, execution).bytes();
-  return lane * static_cast<std::size_t>(lane_count(execution, lane));
+  return all_lanes_bytes(execution, plan_dense_row(args, execution).bytes());
 }
 
 void run(const DenseIndexLossForward& args, const Execution& execution) {
@@ -316,10 +314,8 @@ std::string why_not(const DenseIndexLossBackward& args, const Execution& executi
 std::size_t workspace_bytes(const DenseIndexLossBackward& args, const Execution& execution) {
   const DenseBackwardPlan plan(args, execution);
   const Execution rest = after_lists(execution, plan);
-  const std::size_t lane = plan.row.bytes();
   return KeySums::bytes(args.d_index_k) + plan.list_bytes() +
-         std::max(lane * static_cast<std::size_t>(lane_count(rest, lane)),
-                  gradient_plan(args, plan, rest).bytes);
+         std::max(all_lanes_bytes(rest, plan.row.bytes()), gradient_plan(args, plan, rest).bytes);
 }
 
 void run(const DenseIndexLossBackward& args, const Execution& execution) {

@@ -84,8 +84,7 @@ std::string why_not(const IndexTarget& args, const Execution& execution) {
 }
 
 std::size_t workspace_bytes(const IndexTarget& args, const Execution& execution) {
-  const std::size_t lane = RowProductsPlan(args.q).bytes();
-  return lane * static_cast<std::size_t>(lane_count(execution, lane));
+  return all_lanes_bytes(execution, RowProductsPlan(args.q).bytes());
 }
 
 void run(const IndexTarget& args, const Execution& execution) {
@@ -101,8 +100,7 @@ std::string why_not(const IndexLoss& args, const Execution& execution) {
 }
 
 std::size_t workspace_bytes(const IndexLoss& args, const Execution& execution) {
-  const std::size_t lane = Scratch::bytes<float>(args.indices.shape[1]);
-  return lane * static_cast<std::size_t>(lane_count(execution, lane));
+  return all_lanes_bytes(execution, Scratch::bytes<float>(args.indices.shape[1]));
 }
 
 void run(const IndexLoss& args, const Execution& execution) {

@@ -303,8 +303,7 @@ std::string why_not(const IndexTopkForward& args, const Execution& execution) {
 
 std::size_t workspace_bytes(const IndexTopkForward& args, const Execution& execution) {
   const IndexForwardPlan plan(args, execution);
-  const std::size_t lane = plan.scratch_bytes();
-  return plan.parts_bytes() + lane * static_cast<std::size_t>(lane_count(execution, lane));
+  return plan.parts_bytes() + all_lanes_bytes(execution, plan.scratch_bytes());
 }
 
 void run(const IndexTopkForward& args, const Execution& execution) {

@@ -308,7 +308,7 @@ IndexGradientPlan::IndexGradientPlan(const IndexTopkBackward& args, const Execut
   Execution lanes = execution;
   const std::size_t all_record_bytes = static_cast<std::size_t>(chunk_rows) * record_bytes;
   lanes.workspace_limit -= std::min(lanes.workspace_limit, all_record_bytes);
-  bytes = all_record_bytes + lane_bytes * static_cast<std::size_t>(lane_count(lanes, lane_bytes));
+  bytes = all_record_bytes + all_lanes_bytes(lanes, lane_bytes);
 }
 
 void index_gradient(const IndexTopkBackward& args, const IndexGradientPlan& plan,

@@ -103,8 +103,7 @@ std::string why_not(const QuantizeFp8& args, const Execution& execution) {
 }
 
 std::size_t workspace_bytes(const QuantizeFp8& args, const Execution& execution) {
-  const std::size_t lane = scratch_bytes(args);
-  return lane * static_cast<std::size_t>(lane_count(execution, lane));
+  return all_lanes_bytes(execution, scratch_bytes(args));
 }
 
 void run(const QuantizeFp8& args, const Execution& execution) {

@@ -214,9 +214,8 @@ std::string why_not(const SparseAttentionForward& args, const Execution& executi
 
 std::size_t workspace_bytes(const SparseAttentionForward& args, const Execution& execution) {
   const AttentionSizes n = attention_sizes(args);
-  const std::size_t lane =
-      ForwardRow::bytes(n, HeadGroups(n.heads, n.qk_dim, kGroupHeads).max_size());
-  return lane * static_cast<std::size_t>(lane_count(execution, lane));
+  return all_lanes_bytes(
+      execution, ForwardRow::bytes(n, HeadGroups(n.heads, n.qk_dim, kGroupHeads).max_size()));
 }
 
 void run(const SparseAttentionForward& args, const Execution& execution) {

@@ -182,12 +182,6 @@ std::string why_not_lane(const Args& args, const Execution& execution) {
   return over_limit(lane_bytes(args), execution);
 }
 
-template <class Args>
-std::size_t all_lanes_bytes(const Args& args, const Execution& execution) {
-  const std::size_t lane = lane_bytes(args);
-  return lane * static_cast<std::size_t>(lane_count(execution, lane));
-}
-
 }  // namespace
 
 std::string why_not(const ValueProjectionForward& args, const Execution& execution) {
@@ -197,10 +191,10 @@ std::string why_not(const ValueProjectionBackward& args, const Execution& execut
   return why_not_lane(args, execution);
 }
 std::size_t workspace_bytes(const ValueProjectionForward& args, const Execution& execution) {
-  return all_lanes_bytes(args, execution);
+  return all_lanes_bytes(execution, lane_bytes(args));
 }
 std::size_t workspace_bytes(const ValueProjectionBackward& args, const Execution& execution) {
-  return all_lanes_bytes(args, execution);
+  return all_lanes_bytes(execution, lane_bytes(args));
 }
 
 void run(const ValueProjectionForward& args, const Execution& execution) {
