@@ -16,46 +16,25 @@ import importlib.util
 __version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:  # without torch only winnow._lib is usable
-    from winnow import automodel, flash_mla, reference
+    from winnow import automodel, flash_mla, functional, reference
     from winnow._lib import backends
     from winnow.checkpointing import keep_selections
-    from winnow.functional import (
-        Attention,
-        IndexList,
-        Quantized,
-        Selection,
-        dense_index_loss,
-        index_loss,
-        index_topk,
-        quantize_fp8,
-        sparse_attention,
-        value_projection,
-        window_indices,
-    )
+    from winnow.functional import *  # noqa: F403
     from winnow.keys import Keys, gather_keys
-    from winnow.ops import why_not
+    from winnow.ops import explain, why_not
     from winnow.packing import Packing, Windows
 
     __all__ = [
-        "Attention",
-        "IndexList",
         "Keys",
         "Packing",
-        "Quantized",
-        "Selection",
         "Windows",
         "automodel",
         "backends",
-        "dense_index_loss",
+        "explain",
         "flash_mla",
         "gather_keys",
-        "index_loss",
-        "index_topk",
         "keep_selections",
-        "quantize_fp8",
         "reference",
-        "sparse_attention",
-        "value_projection",
         "why_not",
-        "window_indices",
+        *functional.__all__,
     ]

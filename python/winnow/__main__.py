@@ -13,20 +13,22 @@ from winnow import _bench, _check, _lib
 def _info() -> None:
     print(f"winnow {winnow.__version__}, torch {torch.__version__}")
     print(f"library {_lib.path}")
-    for backend in ("reference", "cpu", "cuda"):
+    for backend in _lib.BACKENDS:
         reason = _lib.backend_why_not(backend)
         print(f"{backend:10} {'no:  ' + reason if reason else 'yes: ' + _lib.backends()[backend]}")
 
 
-def _add(commands, name: str, help: str, operators: list[str]) -> None:
+_OPERATORS = {"check": tuple(_check.CHECKS), "bench": _bench.NAMES}  # of the commands
+
+
+def _add(commands, name: str, help: str) -> None:
     command = commands.add_parser(name, help=help)
-    command.add_argument(
-        "operators", nargs="*", metavar="OP", help=f"some of {', '.join(operators)}; default: all"
-    )
+    some = ", ".join(_OPERATORS[name])
+    command.add_argument("operators", nargs="*", metavar="OP", help=f"some of {some}; default: all")
     command.add_argument("--device", choices=("cpu", "cuda"), help="default: the backend's, or cpu")
     command.add_argument(
         "--backend",
-        choices=("reference", "cpu", "cuda"),
+        choices=_lib.BACKENDS,
         help="default: the fastest that reaches the device",
     )
 
@@ -35,15 +37,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m winnow", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="version, library and backends")
-    operators = {"check": list(_check.CHECKS), "bench": list(_bench.NAMES)}
-    _add(commands, "check", "compare every function with plain torch in double", operators["check"])
-    _add(commands, "bench", "time calls through PyTorch, and the host's share", operators["bench"])
+    _add(commands, "check", "compare every function with plain torch in double")
+    _add(commands, "bench", "time calls through PyTorch, and the host's share")
     given = parser.parse_args(arguments)
     if given.command == "info":
         _info()
         return 0
-    names = given.operators or operators[given.command]
-    if unknown := sorted(set(names) - set(operators[given.command])):
+    names = given.operators or list(_OPERATORS[given.command])
+    if unknown := sorted(set(names) - set(_OPERATORS[given.command])):
         parser.error(f"no operator {', '.join(unknown)}")
     device = given.device or ("cuda" if given.backend == "cuda" else "cpu")
     for backend in {device, given.backend} - {None}:

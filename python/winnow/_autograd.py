@@ -6,15 +6,44 @@ one node sums the gradient of all keys over ranks before anything rounds it: bet
 engine would.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from winnow import _lib
 from winnow.keys import Gathering, Keys
 
 _ops = torch.ops.winnow
+
+
+class Run(NamedTuple):
+    """How the operators of a function run."""
+
+    backend: str | None  # None: automatic
+    kernel: str | None  # of the forward operator; None: the best that can
+    deterministic: bool = False  # in backward
+
+
+def forward_options(run: Run) -> dict[str, Any]:
+    """What was chosen, as options: torch takes time for each that it is given."""
+    options: dict[str, Any] = {}
+    if run.backend:
+        options["backend"] = run.backend
+    if run.kernel:
+        options["kernel"] = run.kernel
+    return options
+
+
+def _backward_options(run: Run, operator: str) -> dict[str, Any]:
+    """The same kernel where the operator has one of that name, else the best that can."""
+    if run.kernel not in _lib.KERNELS[operator]:
+        run = run._replace(kernel=None)
+    options = forward_options(run)
+    if run.deterministic:
+        options["deterministic"] = True
+    return options
 
 
 def _all_keys(local: Tensor, keys: Keys | None) -> tuple[Tensor, Tensor]:
@@ -42,8 +71,7 @@ def _index_topk_gradients(ctx, d_scores: Tensor) -> tuple[Tensor, Tensor | None,
         *others,
         d_scores.contiguous(),
         ctx.gathering is not None,
-        backend=ctx.backend,
-        deterministic=ctx.deterministic,
+        **_backward_options(ctx.run, "index_topk_backward"),
     )
     return d_q, _local_gradient(ctx, 1, ctx.gathering, d_k, k), d_weights
 
@@ -51,41 +79,39 @@ def _index_topk_gradients(ctx, d_scores: Tensor) -> tuple[Tensor, Tensor | None,
 class IndexTopk(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, q, k, weights, k_scale, begin, end, topk, order, deterministic, backend, keys
+        ctx, q, k, weights, k_scale, begin, end, topk, order, run, keys
     ) -> tuple[Tensor, Tensor, Tensor]:
         k, kept = _all_keys(k, keys)
         indices, lengths, scores = _ops.index_topk_forward(
-            q, k, weights, k_scale, begin, end, topk, order, True, backend=backend
+            q, k, weights, k_scale, begin, end, topk, order, True, **forward_options(run)
         )
         ctx.save_for_backward(q, kept, weights, begin, end, indices, lengths)
         ctx.mark_non_differentiable(indices, lengths)
-        ctx.deterministic, ctx.backend = deterministic, backend
+        ctx.run = run
         ctx.gathering = None if keys is None else keys.gathering
         return indices, lengths, scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_indices, d_lengths, d_scores):
-        return *_index_topk_gradients(ctx, d_scores), *[None] * 8
+        return *_index_topk_gradients(ctx, d_scores), *[None] * 7
 
 
 class IndexReplay(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, q, k, weights, k_scale, begin, end, indices, lengths, deterministic, backend, keys
-    ) -> Tensor:
+    def forward(ctx, q, k, weights, k_scale, begin, end, indices, lengths, run, keys) -> Tensor:
         k, kept = _all_keys(k, keys)
         ctx.save_for_backward(q, kept, weights, begin, end, indices, lengths)
-        ctx.deterministic, ctx.backend = deterministic, backend
+        ctx.run = run
         ctx.gathering = None if keys is None else keys.gathering
         return _ops.index_topk_replay(
-            q, k, weights, k_scale, begin, end, indices, lengths, backend=backend
+            q, k, weights, k_scale, begin, end, indices, lengths, **forward_options(run)
         )
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_scores):
-        return *_index_topk_gradients(ctx, d_scores), *[None] * 8
+        return *_index_topk_gradients(ctx, d_scores), *[None] * 7
 
 
 class AttentionOptions(NamedTuple):
@@ -95,21 +121,19 @@ class AttentionOptions(NamedTuple):
     scale: float
     with_max_logits: bool
     max_heads_per_pass: int
-    deterministic: bool
-    backend: str
 
 
 class SparseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, kv, indices, lengths, sink, options, keys) -> tuple[Tensor, ...]:
+    def forward(ctx, q, kv, indices, lengths, sink, options, run, keys) -> tuple[Tensor, ...]:
         kv, kept = _all_keys(kv, keys)
-        v_dim, scale, with_max_logits, _, _, backend = options
+        v_dim, scale, with_max_logits, _ = options
         out, lse, max_logits = _ops.sparse_attention_forward(
-            q, kv, indices, lengths, sink, v_dim, scale, with_max_logits, backend=backend
+            q, kv, indices, lengths, sink, v_dim, scale, with_max_logits, **forward_options(run)
         )
         ctx.save_for_backward(q, kept, indices, lengths, sink, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.options = options
+        ctx.options, ctx.run = options, run
         ctx.gathering = None if keys is None else keys.gathering
         if not with_max_logits:
             return out, lse  # torch 2.6 compiles no Function that returns None
@@ -119,7 +143,7 @@ class SparseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, d_lse, *d_max_logits):
-        _, scale, _, max_heads_per_pass, deterministic, backend = ctx.options
+        _, scale, _, max_heads_per_pass = ctx.options
         q, kv, *others, out, lse = ctx.saved_tensors
         d_q, d_kv, d_sink = _ops.sparse_attention_backward(
             q,
@@ -132,19 +156,18 @@ class SparseAttention(torch.autograd.Function):
             scale,
             max_heads_per_pass,
             ctx.gathering is not None,
-            backend=backend,
-            deterministic=deterministic,
+            **_backward_options(ctx.run, "sparse_attention_backward"),
         )
         d_kv = _local_gradient(ctx, 1, ctx.gathering, d_kv, kv)
-        return d_q, d_kv, None, None, d_sink, None, None
+        return d_q, d_kv, None, None, d_sink, None, None, None
 
 
 class ValueProjection(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, out, w_v, deterministic, backend) -> Tensor:
+    def forward(ctx, out, w_v, run) -> Tensor:
         ctx.save_for_backward(out, w_v)
-        ctx.deterministic, ctx.backend = deterministic, backend
-        return _ops.value_projection_forward(out, w_v, backend=backend)
+        ctx.run = run
+        return _ops.value_projection_forward(out, w_v, **forward_options(run))
 
     @staticmethod
     @once_differentiable
@@ -152,16 +175,15 @@ class ValueProjection(torch.autograd.Function):
         d_out, d_w_v = _ops.value_projection_backward(
             *ctx.saved_tensors,
             d_out_v.contiguous(),
-            backend=ctx.backend,
-            deterministic=ctx.deterministic,
+            **_backward_options(ctx.run, "value_projection_backward"),
         )
-        return d_out, d_w_v, None, None
+        return d_out, d_w_v, None
 
 
 class IndexLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scores, target, indices, lengths, backend) -> Tensor:
-        loss, d_scores = _ops.index_loss(indices, lengths, scores, target, backend=backend)
+    def forward(ctx, scores, target, indices, lengths, run) -> Tensor:
+        loss, d_scores = _ops.index_loss(indices, lengths, scores, target, **forward_options(run))
         ctx.save_for_backward(d_scores)
         return loss
 
@@ -186,8 +208,7 @@ class DenseIndexLoss(torch.autograd.Function):
         end,
         scale,
         key_offset,
-        deterministic,
-        backend,
+        run,
         keys,
         index_keys,
     ) -> tuple[Tensor, Tensor]:
@@ -195,12 +216,12 @@ class DenseIndexLoss(torch.autograd.Function):
         index_k, kept_index_k = _all_keys(index_k, index_keys)
         rest = (weights, begin, end)
         loss, lse = _ops.dense_index_loss_forward(
-            q, kv, sink, index_q, index_k, *rest, scale, key_offset, backend=backend
+            q, kv, sink, index_q, index_k, *rest, scale, key_offset, **forward_options(run)
         )
         ctx.save_for_backward(q, kept_kv, sink, index_q, kept_index_k, *rest, lse)
         ctx.mark_non_differentiable(lse)
         ctx.scale, ctx.key_offset = scale, key_offset
-        ctx.deterministic, ctx.backend = deterministic, backend
+        ctx.run = run
         ctx.gathering = None if keys is None else keys.gathering
         ctx.index_gathering = None if index_keys is None else index_keys.gathering
         return loss, lse
@@ -220,8 +241,7 @@ class DenseIndexLoss(torch.autograd.Function):
             ctx.scale,
             ctx.key_offset,
             ctx.index_gathering is not None,
-            backend=ctx.backend,
-            deterministic=ctx.deterministic,
+            **_backward_options(ctx.run, "dense_index_loss_backward"),
         )
         d_index_k = _local_gradient(ctx, 4, ctx.index_gathering, d_index_k, index_k)
-        return None, None, None, d_index_q, d_index_k, d_weights, *[None] * 8
+        return None, None, None, d_index_q, d_index_k, d_weights, *[None] * 7

@@ -40,50 +40,82 @@ class _Call(NamedTuple):
     inputs: tuple[Tensor, ...]  # the differentiable ones
 
 
-def _calls(device: str, backend: str | None) -> dict[str, _Call]:
-    size = _SIZES[device]
-    tokens, heads = size["tokens"], size["heads"]
-    generator = torch.Generator().manual_seed(1)
+class _Batch:
+    """One document and inputs of every function."""
 
-    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+    def __init__(self, device: str, backend: str | None) -> None:
+        size = _SIZES[device]
+        self.tokens, self.heads, self.topk = size["tokens"], size["heads"], size["topk"]
+        self.device, self.options = device, {"backend": backend}
+        generator = torch.Generator().manual_seed(1)
 
-    q, kv, w_v = normal(tokens, heads, 576), normal(tokens, 576), normal(heads, 256, 512)
-    out = normal(tokens, heads, 512)
-    index_q, index_k = normal(tokens, size["index_heads"], 128), normal(tokens, 128)
-    weights = normal(tokens, size["index_heads"], dtype=torch.float32)
-    packing = Packing(torch.tensor([0, tokens], dtype=torch.int32, device=device), tokens=tokens)
-    indexer, options = (index_q, index_k, weights), {"backend": backend}
+        def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
 
-    def index_topk() -> Tensor:
-        return functional.index_topk(*indexer, packing, topk=size["topk"], **options).scores
+        self.q, self.kv = normal(self.tokens, self.heads, 576), normal(self.tokens, 576)
+        self.w_v = normal(self.heads, 256, 512)
+        self.out = normal(self.tokens, self.heads, 512)
+        index_q = normal(self.tokens, size["index_heads"], 128)
+        index_k = normal(self.tokens, 128)
+        weights = normal(self.tokens, size["index_heads"], dtype=torch.float32)
+        self.indexer = (index_q, index_k, weights)
+        cu_seqlens = torch.tensor([0, self.tokens], dtype=torch.int32, device=device)
+        self.packing = Packing(cu_seqlens, tokens=self.tokens)
+        # Lists as an indexer would give them, for the calls behind it.
+        rows = torch.arange(self.tokens)[:, None]
+        slots = torch.rand(self.tokens, self.topk, generator=generator)
+        self.indices = (slots * (rows + 1)).int().sort(1).values.to(device)
 
-    # Index lists as an indexer would return them, for attention and the loss.
-    rows = torch.arange(tokens)[:, None]
-    slots = torch.rand(tokens, size["topk"], generator=generator)
-    indices = (slots * (rows + 1)).int().sort(1).values.to(device)
 
-    def sparse_attention() -> Tensor:
-        return functional.sparse_attention(q, kv, indices, v_dim=512, scale=_SCALE, **options).out
+_CALLS: dict[str, Callable[[_Batch], _Call]] = {}  # in the order in which they are measured
 
-    def value_projection() -> Tensor:
-        return functional.value_projection(out, w_v, **options)
 
-    def index_loss() -> Tensor:
-        selection = functional.index_topk(*indexer, packing, indices=indices, **options)
-        lse = torch.zeros(tokens, heads, device=device)
-        return functional.index_loss(selection, q, kv, lse, scale=_SCALE, **options)
+def _measured(make: Callable[[_Batch], _Call]) -> Callable[[_Batch], _Call]:
+    _CALLS[make.__name__] = make
+    return make
 
-    def dense_index_loss() -> Tensor:
-        return functional.dense_index_loss(q, kv, *indexer, packing, scale=_SCALE, **options)
 
-    return {
-        "index_topk": _Call(index_topk, indexer),
-        "sparse_attention": _Call(sparse_attention, (q, kv)),
-        "value_projection": _Call(value_projection, (out, w_v)),
-        "index_loss": _Call(index_loss, indexer),
-        "dense_index_loss": _Call(dense_index_loss, indexer),
-    }
+@_measured
+def index_topk(x: _Batch) -> _Call:
+    def call() -> Tensor:
+        return functional.index_topk(*x.indexer, x.packing, topk=x.topk, **x.options).scores
+
+    return _Call(call, x.indexer)
+
+
+@_measured
+def sparse_attention(x: _Batch) -> _Call:
+    def call() -> Tensor:
+        return functional.sparse_attention(
+            x.q, x.kv, x.indices, v_dim=512, scale=_SCALE, **x.options
+        ).out
+
+    return _Call(call, (x.q, x.kv))
+
+
+@_measured
+def value_projection(x: _Batch) -> _Call:
+    return _Call(lambda: functional.value_projection(x.out, x.w_v, **x.options), (x.out, x.w_v))
+
+
+@_measured
+def index_loss(x: _Batch) -> _Call:
+    def call() -> Tensor:
+        selection = functional.index_topk(*x.indexer, x.packing, indices=x.indices, **x.options)
+        lse = torch.zeros(x.tokens, x.heads, device=x.device)
+        return functional.index_loss(selection, x.q, x.kv, lse, scale=_SCALE, **x.options)
+
+    return _Call(call, x.indexer)
+
+
+@_measured
+def dense_index_loss(x: _Batch) -> _Call:
+    def call() -> Tensor:
+        return functional.dense_index_loss(
+            x.q, x.kv, *x.indexer, x.packing, scale=_SCALE, **x.options
+        )
+
+    return _Call(call, x.indexer)
 
 
 def _overhead() -> None:
@@ -103,14 +135,7 @@ def _overhead() -> None:
     print(f"{'host, function':18} {function:9.1f} us a call, with its autograd node")
 
 
-NAMES = (
-    "index_topk",
-    "sparse_attention",
-    "value_projection",
-    "index_loss",
-    "dense_index_loss",
-    "overhead",
-)
+NAMES = (*_CALLS, "overhead")
 
 
 def run(names: list[str], device: str, backend: str | None) -> None:
@@ -118,12 +143,12 @@ def run(names: list[str], device: str, backend: str | None) -> None:
     size = _SIZES[device]
     if set(names) != {"overhead"}:
         print(f"{device}, bf16, {', '.join(f'{count} {name}' for name, count in size.items())}")
-        calls = _calls(device, backend)
+        batch = _Batch(device, backend)
     for name in names:
         if name == "overhead":
             _overhead()
             continue
-        function, inputs = calls[name]
+        function, inputs = _CALLS[name](batch)
         if reason := why_not(function):
             print(f"{name:18} not here: {reason}")
             continue

@@ -87,13 +87,23 @@ class Batch:
             yield Comparison(f"d_{name}", a, b, self.gradient_limit)
 
 
-def _windows(x: Batch) -> Iterator[Comparison]:
+CHECKS: dict[str, Callable[[Batch], Iterator[Comparison]]] = {}  # in the order of their definitions
+
+
+def _checked(compare: Callable[[Batch], Iterator[Comparison]]):
+    CHECKS[compare.__name__] = compare
+    return compare
+
+
+@_checked
+def key_windows(x: Batch) -> Iterator[Comparison]:
     names = ("begin", "end")
     for name, a, b in zip(names, x.packing.windows(), x.windows, strict=True):
         yield Comparison(name, a, b, _EXACT)
 
 
-def _window_indices(x: Batch) -> Iterator[Comparison]:
+@_checked
+def window_indices(x: Batch) -> Iterator[Comparison]:
     options = {"window": 16, "ratio": 4, "key_offset": x.packing.tokens}
     indices, lengths = functional.window_indices(x.packing, **options, backend=x.backend)
     expected = reference.window_indices(x.cu_seqlens, x.packing.tokens, indices.shape[1], **options)
@@ -101,8 +111,9 @@ def _window_indices(x: Batch) -> Iterator[Comparison]:
     yield Comparison("lengths", lengths, expected[1], _EXACT)
 
 
-def _index_topk(x: Batch) -> Iterator[Comparison]:
-    """Replays the exact selection, since rounding may swap keys whose scores are close."""
+@_checked
+def index_topk(x: Batch) -> Iterator[Comparison]:
+    """Replay of the exact selection: rounding decides between scores that lie too close."""
     names = "index_q index_k weights"
     selection = functional.index_topk(*x.of(names), x.packing, **x.chosen, backend=x.backend)
     dense = reference.index_scores(*x.exact_of(names), *x.windows)
@@ -117,7 +128,8 @@ def _index_topk(x: Batch) -> Iterator[Comparison]:
     yield Comparison("chosen scores", own.scores, expected.sort(1, descending=True).values, 1e-5)
 
 
-def _sparse_attention(x: Batch) -> Iterator[Comparison]:
+@_checked
+def sparse_attention(x: Batch) -> Iterator[Comparison]:
     for names, v_dim, width in (("q kv", 512, 576), ("q kv sink", 512, 512)):
         q, kv, *sink = x.of(names)
         exact_q, exact_kv, *exact_sink = x.exact_of(names)
@@ -142,7 +154,8 @@ def _sparse_attention(x: Batch) -> Iterator[Comparison]:
         yield from x.gradients(names, out, expected_out, "d_out")
 
 
-def _value_projection(x: Batch) -> Iterator[Comparison]:
+@_checked
+def value_projection(x: Batch) -> Iterator[Comparison]:
     names = "latent w_v"
     actual = functional.value_projection(*x.of(names), backend=x.backend)
     expected = reference.value_projection(*x.exact_of(names))
@@ -150,7 +163,8 @@ def _value_projection(x: Batch) -> Iterator[Comparison]:
     yield from x.gradients(names, actual, expected, "d_out_v")
 
 
-def _index_loss(x: Batch) -> Iterator[Comparison]:
+@_checked
+def index_loss(x: Batch) -> Iterator[Comparison]:
     names = "index_q index_k weights"
     q, kv = x.of("q kv")
     exact_q, exact_kv = x.exact_of("q kv")
@@ -169,7 +183,8 @@ def _index_loss(x: Batch) -> Iterator[Comparison]:
     yield from x.gradients(names, actual, expected)
 
 
-def _dense_index_loss(x: Batch) -> Iterator[Comparison]:
+@_checked
+def dense_index_loss(x: Batch) -> Iterator[Comparison]:
     names = "index_q index_k weights"
     actual = functional.dense_index_loss(
         *x.of(f"q kv {names}"), x.packing, scale=_SCALE, reduction="sum", backend=x.backend
@@ -181,23 +196,12 @@ def _dense_index_loss(x: Batch) -> Iterator[Comparison]:
     yield from x.gradients(names, actual, expected)
 
 
-def _quantize_fp8(x: Batch) -> Iterator[Comparison]:
+@_checked
+def quantize_fp8(x: Batch) -> Iterator[Comparison]:
     values, scale = functional.quantize_fp8(x.inputs["kv"], backend=x.backend)
     expected, expected_scale = reference.quantize_fp8(x.exact["kv"])
     yield Comparison("values", values.float(), expected.float(), _EXACT)
     yield Comparison("scale", scale, expected_scale, _EXACT)
-
-
-CHECKS: dict[str, Callable[[Batch], Iterator[Comparison]]] = {
-    "key_windows": _windows,
-    "window_indices": _window_indices,
-    "index_topk": _index_topk,
-    "sparse_attention": _sparse_attention,
-    "value_projection": _value_projection,
-    "index_loss": _index_loss,
-    "dense_index_loss": _dense_index_loss,
-    "quantize_fp8": _quantize_fp8,
-}
 
 
 def run(names: list[str], device: str, backend: str | None) -> bool:

@@ -6,52 +6,22 @@ are tensors that the caller made. On a CUDA stream they must live until it has p
 """
 
 import ctypes
+import functools
 import os
 import struct
 from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from winnow import __version__
 
-# The argument structs of include/winnow, field by field in their order. A bare word is a tensor, a
-# number has its letter of the struct module and its default, an enum its words, the default first.
-_STRUCTS = {
-    "key_windows": """
-        cu_seqlens cu_seqlens_padded query_rows ratio:i=1 padding_rows:empty|see_document
-        begin end""",
-    "window_indices": """
-        cu_seqlens cu_seqlens_padded query_rows window:i=0 ratio:i=0 key_offset:i=0
-        pool_ids indices lengths""",
-    "index_topk_forward": """
-        q k weights k_scale begin end indices lengths scores order:ascending|by_score replay:?=0""",
-    "index_topk_backward": """
-        q k weights begin end indices lengths d_scores d_q d_weights d_k""",
-    "sparse_attention_forward": """
-        q kv indices lengths sink out lse max_logits scale:f=0""",
-    "sparse_attention_backward": """
-        q kv indices lengths sink out lse d_out d_lse d_q d_kv d_sink scale:f=0
-        max_heads_per_pass:i=0""",
-    "value_projection_forward": """
-        out w_v out_v""",
-    "value_projection_backward": """
-        out w_v d_out_v d_out d_w_v""",
-    "index_target": """
-        q kv indices lengths sink lse target scale:f=0 key_offset:i=0""",
-    "index_loss": """
-        indices lengths scores target loss d_scores""",
-    "dense_index_loss_forward": """
-        q kv sink index_q index_k weights begin end loss lse scale:f=0 key_offset:i=0""",
-    "dense_index_loss_backward": """
-        q kv sink index_q index_k weights begin end lse d_loss d_index_q d_weights d_index_k
-        scale:f=0 key_offset:i=0""",
-    "quantize_fp8": """
-        x values scale power_of_two:?=0""",
-}
-_EXECUTION = """
-    backend:automatic|reference|cpu|cuda stream:P=0 workspace:P=0 workspace_bytes:N=0
-    workspace_limit:N=268435456 threads:i=0 deterministic:?=0"""
+# winnow::Execution: backend, stream, workspace, its bytes, the limit of what a call takes, threads,
+# deterministic, the kernel's name, the function that allocates, what that function is given.
+_EXECUTION = struct.Struct("iPPNNi?PPP")
+_WORKSPACE_LIMIT = 256 << 20
+BACKENDS = ("reference", "cpu", "cuda")
+_BACKENDS = ("automatic", *BACKENDS)
 
 # winnow::Tensor by rank: data, dtype, device kind, device index, rank, shape, stride.
 _TENSORS = tuple(
@@ -74,78 +44,11 @@ _DLPACK_DEVICES = {1: 0, 2: 1, 3: 0}  # cpu, cuda, pinned host memory
 _ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}  # ErrorCode; others: RuntimeError
 
 
-class _TensorField:
-    """A winnow::Tensor of an argument struct; `_view` packs it."""
-
-    size, alignment, default = len(_ABSENT), struct.calcsize("P"), _ABSENT
-
-    def __init__(self, name: str) -> None:
-        self.name, self.pack = name, _view
-
-
-class _NumberField:
-    """A number of a letter of the struct module, or an enum by its words."""
-
-    def __init__(self, name: str, letter: str, default: int, words: tuple[str, ...] = ()) -> None:
-        self.name, self.letter, self.words = name, letter, words
-        self.size = self.alignment = struct.calcsize(letter)
-        self.default = struct.pack(letter, default)
-
-    def number(self, owner: str, value: Any) -> Any:
-        """What stands in the struct for a value."""
-        if not self.words:
-            return value
-        if value not in self.words:
-            allowed = ", ".join(self.words)
-            raise ValueError(f"{owner}: {self.name} {value!r}: must be one of {allowed}")
-        return self.words.index(value)
-
-    def pack(self, owner: str, name: str, value: Any, keep: list[Any]) -> bytes:
-        try:
-            return struct.pack(self.letter, self.number(owner, value))
-        except (struct.error, OverflowError) as error:
-            raise ValueError(f"{owner}: {name} {value!r}: {error}") from None
-
-
-def _field(word: str) -> _TensorField | _NumberField:
-    name, _, kind = word.partition(":")
-    if not kind:
-        return _TensorField(name)
-    if "|" in kind:
-        return _NumberField(name, "i", 0, tuple(kind.split("|")))
-    letter, _, default = kind.partition("=")
-    return _NumberField(name, letter, int(default))
-
-
-class _Layout:
-    """A C struct as a sequence of pieces: its fields, and the padding between them."""
-
-    def __init__(self, spec: str) -> None:
-        self.fields = [_field(word) for word in spec.split()]
-        self._pieces: list[bytes] = []  # of a struct in which everything has its default
-        self._places: dict[str, tuple[int, Callable[..., bytes]]] = {}
-        self.size = 0
-        for field in self.fields:
-            self._pad(field.alignment)
-            self._places[field.name] = len(self._pieces), field.pack
-            self._pieces.append(field.default)
-            self.size += field.size
-        self._pad(struct.calcsize("P"))
-
-    def _pad(self, alignment: int) -> None:
-        if padding := -self.size % alignment:
-            self._pieces.append(bytes(padding))
-            self.size += padding
-
-    def pack(self, owner: str, given: dict[str, Any], keep: list[Any]) -> bytes:
-        """The struct's bytes. What must live as long as they do is added to `keep`."""
-        pieces, places = self._pieces.copy(), self._places
-        for name, value in given.items():
-            if name not in places:
-                raise TypeError(f"{owner}: no argument {name}")
-            place, pack = places[name]
-            pieces[place] = pack(owner, name, value, keep)
-        return b"".join(pieces)
+def _index(owner: str, name: str, value: Any, words: tuple[str, ...]) -> int:
+    """The number of an enum's word."""
+    if value not in words:
+        raise ValueError(f"{owner}: {name} {value!r}: must be one of {', '.join(words)}")
+    return words.index(value)
 
 
 class _DLTensor(ctypes.Structure):
@@ -165,50 +68,72 @@ class _DLTensor(ctypes.Structure):
     ]
 
 
+class _ExchangeApi(ctypes.Structure):
+    """The beginning of DLPack's DLPackExchangeAPI."""
+
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("previous", ctypes.c_void_p),
+        ("allocate", ctypes.c_void_p),
+        ("from_object", ctypes.c_void_p),
+        ("to_object", ctypes.c_void_p),
+        ("view", ctypes.c_void_p),
+    ]
+
+
 _dtype_numbers: dict[Any, int] = {}  # of torch.dtype objects, as they come
 
 
-def _view(op: str, name: str, tensor: Any, keep: list[Any]) -> bytes:
-    """A winnow::Tensor; None is an absent one."""
-    if tensor is None:
-        return _ABSENT
-    if hasattr(tensor, "data_ptr"):  # torch
-        number = _dtype_numbers.get(tensor.dtype)
-        if number is None:
-            number = _dtype_number(op, name, str(tensor.dtype).removeprefix("torch."))
-            _dtype_numbers[tensor.dtype] = number
-        if tensor.is_cpu:
-            kind = index = 0
-        elif tensor.is_cuda:
-            kind, index = 1, tensor.get_device()
+class _TensorField:
+    """A winnow::Tensor of an argument struct."""
+
+    default = _ABSENT
+
+    def __init__(self, op: str, name: str, offset: int) -> None:
+        self.op, self.name, self.offset = op, name, offset
+
+    def pack(self, tensor: Any, memory: ctypes.Array, keep: list[Any]) -> None:
+        if hasattr(tensor, "data_ptr"):  # torch
+            number = _dtype_numbers.get(tensor.dtype)
+            if number is None:
+                number = self._dtype_number(str(tensor.dtype).removeprefix("torch."))
+                _dtype_numbers[tensor.dtype] = number
+            if tensor.is_cpu:
+                kind = index = 0
+            elif tensor.is_cuda:
+                kind, index = 1, tensor.get_device()
+            else:
+                self._refuse(f"is on device {tensor.device}: must be cpu or cuda")
+            data, shape, stride = tensor.data_ptr(), tensor.shape, tensor.stride()
+        elif hasattr(tensor, "__dlpack__"):
+            capsule = tensor.__dlpack__()
+            keep.append(capsule)
+            view = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+            dtype = _DLPACK_DTYPES.get((view.code, view.bits, view.lanes), f"{tensor.dtype}")
+            number = self._dtype_number(dtype)
+            if view.device_type not in _DLPACK_DEVICES:
+                self._refuse(f"has DLPack device {view.device_type}: must be 1, 2 or 3")
+            kind, index = _DLPACK_DEVICES[view.device_type], view.device_id
+            data, shape = (view.data or 0) + view.byte_offset, view.shape[: view.ndim]
+            stride = view.strides[: view.ndim] if view.strides else _contiguous(shape)
         else:
-            raise ValueError(f"{op}: {name} is on device {tensor.device}: must be cpu or cuda")
-        data, shape, stride = tensor.data_ptr(), tensor.shape, tensor.stride()
-    elif hasattr(tensor, "__dlpack__"):
-        capsule = tensor.__dlpack__()
-        keep.append(capsule)
-        view = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
-        dtype = _DLPACK_DTYPES.get((view.code, view.bits, view.lanes), f"{tensor.dtype}")
-        number = _dtype_number(op, name, dtype)
-        if view.device_type not in _DLPACK_DEVICES:
-            raise ValueError(
-                f"{op}: {name} has DLPack device {view.device_type}: must be 1, 2 or 3"
-            )
-        kind, index = _DLPACK_DEVICES[view.device_type], view.device_id
-        data, shape = (view.data or 0) + view.byte_offset, view.shape[: view.ndim]
-        stride = view.strides[: view.ndim] if view.strides else _contiguous(shape)
-    else:
-        raise TypeError(f"{op}: {name} is a {type(tensor).__name__}: must be a tensor")
-    rank = len(shape)
-    if rank >= len(_TENSORS):
-        raise ValueError(f"{op}: {name} has {rank} dimensions: must be at most {len(_TENSORS) - 1}")
-    return _TENSORS[rank].pack(data, number, kind, index, rank, *shape, *stride)
+            kind_of = type(tensor).__name__
+            raise TypeError(f"{self.op}: {self.name} is a {kind_of}: must be a tensor")
+        rank = len(shape)
+        if rank >= len(_TENSORS):
+            self._refuse(f"has {rank} dimensions: must be at most {len(_TENSORS) - 1}")
+        _TENSORS[rank].pack_into(
+            memory, self.offset, data, number, kind, index, rank, *shape, *stride
+        )
 
+    def _dtype_number(self, dtype: str) -> int:
+        if dtype not in _DTYPES:
+            self._refuse(f"has dtype {dtype}: must be one of {', '.join(_DTYPES)}")
+        return _DTYPES.index(dtype)
 
-def _dtype_number(op: str, name: str, dtype: str) -> int:
-    if dtype not in _DTYPES:
-        raise ValueError(f"{op}: {name} has dtype {dtype}: must be one of {', '.join(_DTYPES)}")
-    return _DTYPES.index(dtype)
+    def _refuse(self, why: str) -> NoReturn:
+        raise ValueError(f"{self.op}: {self.name} {why}")
 
 
 def _contiguous(shape: list[int]) -> list[int]:
@@ -218,7 +143,45 @@ def _contiguous(shape: list[int]) -> list[int]:
     return stride
 
 
-class _Op(ctypes.Structure):
+class _NumberField:
+    """A number of an argument struct by its letter of the struct module, or an enum's word."""
+
+    def __init__(
+        self, op: str, name: str, offset: int, letter: str, words: tuple[str, ...], default: float
+    ) -> None:
+        self.op, self.name, self.offset, self.letter, self.words = op, name, offset, letter, words
+        self.default = struct.pack(letter, default if letter == "f" else int(default))
+
+    def pack(self, value: Any, memory: ctypes.Array, keep: list[Any]) -> None:
+        number = _index(self.op, self.name, value, self.words) if self.words else value
+        try:
+            struct.pack_into(self.letter, memory, self.offset, number)
+        except (struct.error, OverflowError) as error:
+            raise ValueError(f"{self.op}: {self.name} {value!r}: {error}") from None
+
+
+class _FieldEntry(ctypes.Structure):
+    """A field of an argument struct as the library describes it, src/c_abi.cc."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("kind", ctypes.c_int32),
+        ("offset", ctypes.c_int32),
+        ("words", ctypes.c_char_p),
+        ("default_value", ctypes.c_double),
+    ]
+    _letters = {2: "i", 3: "f", 4: "?", 5: "i"}  # by kind; 0 and 1 are tensors
+
+    def field(self, op: str) -> _TensorField | _NumberField:
+        name = self.name.decode()
+        if self.kind not in self._letters:
+            return _TensorField(op, name, self.offset)
+        words = tuple(self.words.decode().split("|")) if self.words else ()
+        letter = self._letters[self.kind]
+        return _NumberField(op, name, self.offset, letter, words, self.default_value)
+
+
+class _OperatorEntry(ctypes.Structure):
     """An entry of the library's table, src/c_abi.cc."""
 
     _run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
@@ -226,18 +189,64 @@ class _Op(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
         ("args_bytes", ctypes.c_size_t),
+        ("fields", ctypes.POINTER(_FieldEntry)),
+        ("field_count", ctypes.c_size_t),
         ("run", _run),
         ("workspace_bytes", _ask),
         ("why_not", _ask),
+        ("explain", _ask),
+        ("kernels", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p)),
     ]
 
 
-class _Functions(NamedTuple):
-    """What _Op holds, without the cost of asking a ctypes.Structure for it in every call."""
+class Operator:
+    """An operator of the library: its functions, and its argument struct by names of fields."""
 
-    run: Callable[..., int]
-    workspace_bytes: Callable[..., int]
-    why_not: Callable[..., int]
+    def __init__(self, entry: _OperatorEntry) -> None:
+        self.name = entry.name.decode()
+        self.run, self.workspace_bytes = entry.run, entry.workspace_bytes
+        self.why_not, self.explain, self.kernels = entry.why_not, entry.explain, entry.kernels
+        fields = [described.field(self.name) for described in entry.fields[: entry.field_count]]
+        self.fields = {field.name: field for field in fields}
+        tensors = [field for field in fields if isinstance(field, _TensorField)]
+        self._tensor_names = [field.name for field in tensors]
+        self._tensor_offsets = array("i", [field.offset for field in tensors]).tobytes()
+        self._tensor_objects = struct.Struct(f"{len(tensors)}P")
+        self._numbers = [field for field in fields if isinstance(field, _NumberField)]
+        self._memory = ctypes.c_char * entry.args_bytes
+        self._defaults = bytearray(entry.args_bytes)
+        for field in fields:
+            self._defaults[field.offset : field.offset + len(field.default)] = field.default
+
+    def pack(self, given: dict[str, Any], keep: list[Any]) -> ctypes.Array:
+        """The struct. What must live as long as it does is added to `keep`.
+
+        What is None keeps its default, which is absent for a tensor. Names that are no fields are
+        passed over.
+        """
+        memory = self._memory.from_buffer_copy(self._defaults)
+        for field in self.fields.values():
+            value = given.get(field.name)
+            if value is not None:
+                field.pack(value, memory, keep)
+        return memory
+
+    def pack_viewed(self, given: dict[str, Any], view: int) -> ctypes.Array | None:
+        """The struct of a call whose tensors the function at `view` knows, see `object_view`.
+
+        None if one of them is no tensor for winnow: `pack` says why.
+        """
+        memory = self._memory.from_buffer_copy(self._defaults)
+        tensors = map(given.get, self._tensor_names)
+        objects = self._tensor_objects.pack(*[0 if x is None else id(x) for x in tensors])
+        offsets = self._tensor_offsets
+        if _view_objects(view, objects, offsets, len(self._tensor_names), memory):
+            return None
+        for field in self._numbers:
+            value = given.get(field.name)
+            if value is not None:
+                field.pack(value, memory, [])
+        return memory
 
 
 def _find() -> str:
@@ -252,44 +261,40 @@ def _find() -> str:
     raise ImportError(f"libwinnow.so not found: looked at {looked}; WINNOW_LIBRARY can name it")
 
 
-def _load() -> tuple[ctypes.CDLL, dict[str, _Functions]]:
+def _load() -> tuple[ctypes.CDLL, dict[str, Operator]]:
     """The library and its ops, once it is certain that both sides mean the same bytes."""
     path = _find()
     lib = ctypes.CDLL(path)
     lib.winnow_version.restype = lib.winnow_last_error.restype = ctypes.c_char_p
     lib.winnow_tensor_bytes.restype = lib.winnow_execution_bytes.restype = ctypes.c_size_t
-    lib.winnow_ops.restype = ctypes.POINTER(_Op)
+    lib.winnow_operators.restype = ctypes.POINTER(_OperatorEntry)
+    ours = {
+        "version": (lib.winnow_version().decode(), __version__),
+        "Tensor": (lib.winnow_tensor_bytes(), len(_ABSENT)),
+        "Execution": (lib.winnow_execution_bytes(), _EXECUTION.size),
+    }
+    if differ := [f"{n} {a} (here {b})" for n, (a, b) in ours.items() if a != b]:
+        raise ImportError(f"{path} does not belong to this package: {', '.join(differ)}")
     count = ctypes.c_size_t()
-    table = lib.winnow_ops(ctypes.byref(count))
-    ops = table[: count.value]
-    theirs: dict[str, Any] = {op.name.decode(): op.args_bytes for op in ops}
-    theirs |= {"Tensor": lib.winnow_tensor_bytes(), "Execution": lib.winnow_execution_bytes()}
-    theirs["version"] = lib.winnow_version().decode()
-    ours: dict[str, Any] = {name: layout.size for name, layout in _LAYOUTS.items()}
-    ours |= {"Tensor": len(_ABSENT), "Execution": _EXECUTION_LAYOUT.size}
-    ours["version"] = __version__
-    if ours != theirs:
-        names = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
-        differ = ", ".join(f"{n} {theirs.get(n)} (here {ours.get(n)})" for n in names)
-        raise ImportError(f"{path} does not belong to this package: {differ}")
-    return lib, {op.name.decode(): _Functions(op.run, op.workspace_bytes, op.why_not) for op in ops}
+    table = lib.winnow_operators(ctypes.byref(count))
+    return lib, {op.name: op for op in map(Operator, table[: count.value])}
 
 
-_LAYOUTS = {name: _Layout(spec) for name, spec in _STRUCTS.items()}
-_EXECUTION_LAYOUT = _Layout(_EXECUTION)
-_BACKEND = _EXECUTION_LAYOUT.fields[0]
-# All of an Execution in one go, for the calls that count microseconds.
-_EXECUTION_STRUCT = struct.Struct(
-    "".join(field.letter for field in _EXECUTION_LAYOUT.fields) + "0P"
-)
-_WORKSPACE_LIMIT = 256 << 20
 SHARDINGS = ("contiguous", "zigzag")
-_SHARDING = _NumberField("sharding", "i", 0, SHARDINGS)
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
-_lib, _ops = _load()
+_lib, operators = _load()
 path: str = _lib._name
+# Under the lock of the interpreter, unlike the library's other functions: it looks at objects.
+_view_objects = ctypes.PYFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_size_t,
+    ctypes.c_char_p,
+)(("winnow_view_objects", _lib))
 
 
 def _check(code: int) -> None:
@@ -303,75 +308,182 @@ def _text(call: Callable[..., int], *arguments: Any) -> str:
     return (text.value or b"").decode()
 
 
-def execution(**fields: Any) -> bytes:
-    """winnow::Execution by its fields; `workspace` is an address."""
-    return _EXECUTION_LAYOUT.pack("execution", fields, [])
+KERNELS = {
+    name: frozenset(
+        kernel
+        for backend in range(1, len(_BACKENDS))
+        for kernel in _text(operator.kernels, backend).split()
+    )
+    for name, operator in operators.items()
+}  # what the kernels of every operator are called, whatever their backend
 
 
-def field_names(op: str) -> frozenset[str]:
-    """The fields of an op's argument struct."""
-    return frozenset(field.name for field in _LAYOUTS[op].fields)
+@functools.cache  # for good: the library reads a name where it stands
+def _c_string(text: str) -> ctypes.Array:
+    return ctypes.create_string_buffer(text.encode())
+
+
+def execution(
+    *,
+    backend: str = "automatic",
+    stream: int = 0,
+    workspace: int = 0,
+    workspace_bytes: int = 0,
+    workspace_limit: int = _WORKSPACE_LIMIT,
+    threads: int = 0,
+    deterministic: bool = False,
+    kernel: str = "",
+    allocate: int = 0,
+    allocate_context: int = 0,
+    owner: str = "execution",
+) -> bytes:
+    """winnow::Execution; pointers are addresses. Errors begin with `owner`."""
+    number = _index(owner, "backend", backend, _BACKENDS)
+    name = ctypes.addressof(_c_string(kernel)) if kernel else 0
+    memory = (workspace, workspace_bytes, workspace_limit)
+    try:
+        return _EXECUTION.pack(
+            number, stream, *memory, threads, deterministic, name, allocate, allocate_context
+        )
+    except struct.error as error:
+        raise ValueError(f"{owner}: {error}") from None
 
 
 _AUTOMATIC = execution()
 
 
-def run(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> None:
-    """Runs an op. Arguments are the fields of its struct; a tensor that is None is absent."""
-    keep: list[Any] = []
-    _check(_ops[op].run(_LAYOUTS[op].pack(op, arguments, keep), execution))
+class _Workspace:
+    """The memory of one call, made when the library asks for it."""
+
+    __slots__ = ("allocate", "device", "error", "memory")
+
+    def __init__(self, allocate: Callable[[int, Any], Any], device: Any) -> None:
+        self.allocate, self.device, self.error = allocate, device, None
+
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_size_t)
+def _allocate(workspace: _Workspace, size: int) -> int | None:
+    """Null if it fails; ctypes would print an exception, so the call raises it."""
+    try:
+        workspace.memory = workspace.allocate(size, workspace.device)
+        return workspace.memory.data_ptr()
+    except BaseException as error:
+        workspace.error = error
+        return None
+
+
+_ALLOCATE: int = ctypes.cast(_allocate, ctypes.c_void_p).value
+_ADDRESS = struct.Struct("P")
+
+
+@functools.lru_cache(1024)
+def _allocating_execution(
+    op: str, backend: str, kernel: str, stream: int, threads: int, deterministic: bool
+) -> bytes:
+    """All of an Execution but its last field, allocate_context."""
+    fields = {"backend": backend, "kernel": kernel, "stream": stream, "threads": threads}
+    whole = execution(**fields, deterministic=deterministic, allocate=_ALLOCATE, owner=op)
+    return whole[: -_ADDRESS.size]
+
+
+def object_view(tensor_type: type) -> int:
+    """The function of DLPack's exchange API that views tensors of this type; 0: it has none.
+
+    In torch from 2.10 on. It takes a fifth of the time in which Python asks a tensor for all that.
+    """
+    capsule = getattr(tensor_type, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return 0
+    api = _ExchangeApi.from_address(_capsule_pointer(capsule, b"dlpack_exchange_api"))
+    return api.view or 0 if api.major == 1 else 0
 
 
 def run_allocating(
     op: str,
     arguments: dict[str, Any],
-    allocate: Callable[[int], Any],
+    view: int,
+    allocate: Callable[[int, Any], Any],
+    device: Any,
     backend: str,
+    kernel: str,
     stream: int,
     threads: int,
     deterministic: bool,
 ) -> None:
-    """Runs an op in a workspace that `allocate` makes: a torch tensor of so many bytes."""
+    """Runs an op in a workspace that `allocate` makes: a torch tensor of so many bytes on `device`.
+
+    Arguments that are no fields of the op's struct are passed over.
+    """
+    called = operators[op]
+    args = called.pack_viewed(arguments, view) if view else None
+    if args is None:
+        args = called.pack(arguments, [])
+    workspace = _Workspace(allocate, device)
+    execution = _allocating_execution(op, backend, kernel, stream, threads, deterministic)
+    code = called.run(args, execution + _ADDRESS.pack(id(workspace)))
+    if code and (error := workspace.error):
+        workspace.error = None  # the error's traceback holds the workspace, and this frame below
+        try:
+            raise error
+        finally:
+            del error
+    _check(code)
+
+
+def _packed(op: str, arguments: dict[str, Any], keep: list[Any]) -> bytes:
+    """The op's struct; a name that is no field of it is refused."""
+    for name in arguments:
+        if name not in operators[op].fields:
+            raise TypeError(f"{op}: no argument {name}")
+    return operators[op].pack(arguments, keep)
+
+
+def run(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> None:
+    """Runs an op. Arguments are the fields of its struct; a tensor that is None is absent."""
     keep: list[Any] = []
-    args = _LAYOUTS[op].pack(op, arguments, keep)
-    backend_number = _BACKEND.number(op, backend)
-    size = ctypes.c_size_t()
-    run, workspace_bytes, _ = _ops[op]
-    rest = (_WORKSPACE_LIMIT, threads, deterministic)
-    execution = _EXECUTION_STRUCT.pack(backend_number, stream, 0, 0, *rest)
-    _check(workspace_bytes(args, execution, ctypes.byref(size)))
-    if size.value:
-        workspace = allocate(size.value)  # lives until the call has been made
-        address = workspace.data_ptr()
-        execution = _EXECUTION_STRUCT.pack(backend_number, stream, address, size.value, *rest)
-    _check(run(args, execution))
+    _check(operators[op].run(_packed(op, arguments, keep), execution))
 
 
 def workspace_bytes(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> int:
     """What such a call takes as workspace."""
     keep: list[Any] = []
     size = ctypes.c_size_t()
-    args = _LAYOUTS[op].pack(op, arguments, keep)
-    _check(_ops[op].workspace_bytes(args, execution, ctypes.byref(size)))
+    args = _packed(op, arguments, keep)
+    _check(operators[op].workspace_bytes(args, execution, ctypes.byref(size)))
     return size.value
 
 
 def why_not(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> str:
     """Empty if such a call can run, else a sentence that says why not."""
     keep: list[Any] = []
-    return _text(_ops[op].why_not, _LAYOUTS[op].pack(op, arguments, keep), execution)
+    return _text(operators[op].why_not, _packed(op, arguments, keep), execution)
+
+
+class Candidate(NamedTuple):
+    """A kernel that could serve a call, or a whole backend that cannot."""
+
+    backend: str
+    kernel: str  # empty: all of the backend's
+    reason: str  # why it does not take the call; empty: it does
+
+
+def explain(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> list[Candidate]:
+    """Candidates in the order of preference: the first without a reason is what would run."""
+    keep: list[Any] = []
+    text = _text(operators[op].explain, _packed(op, arguments, keep), execution)
+    return [Candidate(*line.split("\t")) for line in text.splitlines()]
 
 
 def backend_why_not(backend: str) -> str:
     """Empty if the backend is usable here, else a sentence that says why not."""
-    return _text(_lib.winnow_backend_why_not, _BACKEND.number("backend_why_not", backend))
+    number = _index("backend_why_not", "backend", backend, _BACKENDS)
+    return _text(_lib.winnow_backend_why_not, number)
 
 
 def backends() -> dict[str, str]:
     """What every backend that is usable here runs on."""
-    usable = [word for word in _BACKEND.words[1:] if not backend_why_not(word)]
-    describe = _lib.winnow_backend_describe
-    return {word: _text(describe, _BACKEND.words.index(word)) for word in usable}
+    usable = [word for word in BACKENDS if not backend_why_not(word)]
+    return {word: _text(_lib.winnow_backend_describe, _BACKENDS.index(word)) for word in usable}
 
 
 def _integers(owner: str, name: str, letter: str, values: Iterable[int]) -> array:
@@ -412,7 +524,7 @@ def shard_rows(
             ctypes.c_size_t(len(offsets)),
             ctypes.c_int64(tokens),
             ranks,
-            _SHARDING.number(name, sharding),
+            _index(name, "sharding", sharding, SHARDINGS),
             multiple,
             _address(rows),
             counts,

@@ -8,6 +8,9 @@ slots of a row.
 
 Arguments that many functions have:
     backend: "automatic" (the default), "reference", "cpu" or "cuda".
+    kernel: the name of the kernel that must run, for measurements and comparisons; by default the
+        best that can. Backward takes its own kernel of that name, or the best if it has none.
+        winnow.explain lists the names.
     k, kv, index_k: keys are a tensor, or what gather_keys made of keys that lie on many ranks.
     deterministic: backward gives the same bits in every run, at some cost. Implied by
         torch.use_deterministic_algorithms.
@@ -28,6 +31,20 @@ from winnow import _autograd
 from winnow._arguments import Array, at_least, one_of, optional_tensor, tensor
 from winnow.keys import Keys
 from winnow.packing import Packing
+
+__all__ = [
+    "Attention",
+    "IndexList",
+    "Quantized",
+    "Selection",
+    "dense_index_loss",
+    "index_loss",
+    "index_topk",
+    "quantize_fp8",
+    "sparse_attention",
+    "value_projection",
+    "window_indices",
+]
 
 _ops = torch.ops.winnow
 _REDUCTIONS = ("mean", "sum", "none")
@@ -78,6 +95,7 @@ def index_topk(
     with_scores: bool = True,
     deterministic: bool = False,
     backend: str | None = None,
+    kernel: str | None = None,
 ) -> Selection:
     """The lightning indexer: scores of the keys that a row may see, and the topk largest of them.
 
@@ -116,23 +134,19 @@ def index_topk(
     windows = packing.windows(ratio)
     _check_keys("index_topk", "k", packing, ratio, k, keys)
     inputs = (q, k, weights, k_scale, *windows)
-    backend = backend or "automatic"
+    run = _autograd.Run(backend, kernel, deterministic)
     if indices is not None:
-        scores = _autograd.IndexReplay.apply(
-            *inputs, indices, lengths, deterministic, backend, keys
-        )
+        scores = _autograd.IndexReplay.apply(*inputs, indices, lengths, run, keys)
         return Selection(indices, scores, lengths)
     at_least("index_topk", "topk", topk, 1)
     if not with_scores:
         with torch.no_grad():
             k = k if keys is None else keys.values
             indices, lengths, scores = _ops.index_topk_forward(
-                q, k, *inputs[2:], topk, order, False, backend=backend
+                q, k, *inputs[2:], topk, order, False, **_autograd.forward_options(run)
             )
         return Selection(indices, scores, lengths)
-    indices, lengths, scores = _autograd.IndexTopk.apply(
-        *inputs, topk, order, deterministic, backend, keys
-    )
+    indices, lengths, scores = _autograd.IndexTopk.apply(*inputs, topk, order, run, keys)
     return Selection(indices, scores, lengths)
 
 
@@ -149,6 +163,7 @@ def sparse_attention(
     max_heads_per_pass: int | None = None,
     deterministic: bool = False,
     backend: str | None = None,
+    kernel: str | None = None,
 ) -> Attention:
     """Attention over chosen key rows; the value of a key is the first v_dim channels of its row.
 
@@ -181,21 +196,22 @@ def sparse_attention(
     if scale == 0:  # what the library takes for "not given"
         raise ValueError("sparse_attention: scale 0: must not be 0")
     options = _autograd.AttentionOptions(
-        v_dim,
-        scale or 0.0,
-        with_max_logits,
-        max_heads_per_pass or 0,
-        deterministic,
-        backend or "automatic",
+        v_dim, scale or 0.0, with_max_logits, max_heads_per_pass or 0
     )
+    run = _autograd.Run(backend, kernel, deterministic)
     out, lse, *max_logits = _autograd.SparseAttention.apply(
-        q, kv, indices, lengths, sink, options, keys
+        q, kv, indices, lengths, sink, options, run, keys
     )
     return Attention(out, lse, max_logits[0] if with_max_logits else None)
 
 
 def value_projection(
-    out: Array, w_v: Array, *, deterministic: bool = False, backend: str | None = None
+    out: Array,
+    w_v: Array,
+    *,
+    deterministic: bool = False,
+    backend: str | None = None,
+    kernel: str | None = None,
 ) -> Tensor:
     """Latent attention's output lifted to each head's own values: w_v[h] @ out[t,h].
 
@@ -207,7 +223,7 @@ def value_projection(
         [tokens, heads, head_dim], as out; differentiable in both.
     """
     out, w_v = tensor("value_projection", "out", out), tensor("value_projection", "w_v", w_v)
-    return _autograd.ValueProjection.apply(out, w_v, deterministic, backend or "automatic")
+    return _autograd.ValueProjection.apply(out, w_v, _autograd.Run(backend, kernel, deterministic))
 
 
 def index_loss(
@@ -247,14 +263,14 @@ def index_loss(
     indices, scores, lengths = selection
     if scores is None:
         raise ValueError("index_loss: selection without scores: must come with scores")
-    backend = backend or "automatic"
+    run = _autograd.Run(backend, None)
     with torch.no_grad():
         target = _ops.index_target(
-            q, kv, indices, lengths, sink, lse, scale, key_offset, backend=backend
+            q, kv, indices, lengths, sink, lse, scale, key_offset, **_autograd.forward_options(run)
         )
         if head_group is not None:
             torch.distributed.all_reduce(target, group=head_group)
-    loss = _autograd.IndexLoss.apply(scores, target, indices, lengths, backend)
+    loss = _autograd.IndexLoss.apply(scores, target, indices, lengths, run)
     if reduction != "mean":
         return loss if reduction == "none" else loss.sum()
     valid = (indices >= 0) & (scores != -math.inf)
@@ -279,6 +295,7 @@ def dense_index_loss(
     reduction: str = "mean",
     deterministic: bool = False,
     backend: str | None = None,
+    kernel: str | None = None,
 ) -> Tensor:
     """index_loss over the whole window of every row, against dense attention over that window.
 
@@ -315,8 +332,7 @@ def dense_index_loss(
         end,
         scale,
         key_offset,
-        deterministic,
-        backend or "automatic",
+        _autograd.Run(backend, kernel, deterministic),
         keys,
         index_keys,
     )
@@ -337,6 +353,7 @@ def window_indices(
     pool_ids: Array | None = None,
     topk: int | None = None,
     backend: str | None = None,
+    kernel: str | None = None,
 ) -> IndexList:
     """DeepSeek-V4's lists over the keys [rows | pools], from document offsets, without a mask.
 
@@ -375,12 +392,18 @@ def window_indices(
         window,
         ratio,
         key_offset,
-        backend=backend or "automatic",
+        **_autograd.forward_options(_autograd.Run(backend, kernel)),
     )
     return IndexList(indices, lengths)
 
 
-def quantize_fp8(x: Array, *, power_of_two: bool = False, backend: str | None = None) -> Quantized:
+def quantize_fp8(
+    x: Array,
+    *,
+    power_of_two: bool = False,
+    backend: str | None = None,
+    kernel: str | None = None,
+) -> Quantized:
     """Rows as e4m3 numbers with one scale each, as index_topk takes them. Not differentiable.
 
     Args:
@@ -389,7 +412,9 @@ def quantize_fp8(x: Array, *, power_of_two: bool = False, backend: str | None = 
     """
     x = tensor("quantize_fp8", "x", x)
     with torch.no_grad():
-        values, scale = _ops.quantize_fp8(x, power_of_two, backend=backend or "automatic")
+        values, scale = _ops.quantize_fp8(
+            x, power_of_two, **_autograd.forward_options(_autograd.Run(backend, kernel))
+        )
     return Quantized(values, scale)
 
 

@@ -3,7 +3,7 @@
 
 Every operator is a function of its inputs: it makes its outputs, and its workspace, with torch's
 allocator, and runs on the current stream. Its kernels for CPU and CUDA tensors, its shapes for
-torch.compile and `why_not` all come from one Python function that makes the outputs.
+torch.compile, `why_not` and `explain` all come from one Python function that makes the outputs.
 
 The operators are not differentiable; the functions of `winnow.functional` are. (An autograd
 Function around an operator adds a fifth of what torch.library.register_autograd adds to a call.)
@@ -11,8 +11,7 @@ Function around an operator adds a fifth of what torch.library.register_autograd
 
 import inspect
 from collections.abc import Callable
-from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +25,13 @@ Fields = dict[str, Any]
 
 _library = torch.library.Library("winnow", "DEF")
 _calls: dict[str, tuple[str, Callable[..., tuple[Results, Fields]]]] = {}
+_OPTIONS = "str backend='automatic', str kernel='', bool deterministic=False"
+
+_VIEW = _lib.object_view(Tensor)
+
+
+def _workspace(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _operator(inputs: str, outputs: str, struct: str | None = None, **constants: Any):
@@ -39,35 +45,37 @@ def _operator(inputs: str, outputs: str, struct: str | None = None, **constants:
         name = make_outputs.__name__
         op = struct or name
         parameters = tuple(inspect.signature(make_outputs).parameters)
-        are_fields = tuple(word in _lib.field_names(op) for word in parameters)
 
         def describe(*args: Any) -> tuple[Results, Fields]:
             made = make_outputs(*args)
-            fields = dict(compress(zip(parameters, args, strict=False), are_fields))
-            fields |= made
-            fields |= constants
+            fields = dict(zip(parameters, args, strict=False))
+            fields.update(made, **constants)
             results = tuple(made.values())
             return results[0] if len(results) == 1 else results, fields
 
-        def run(*args: Any, backend: str = "automatic", deterministic: bool = False) -> Results:
+        def run(
+            *args: Any, backend: str = "automatic", kernel: str = "", deterministic: bool = False
+        ) -> Results:
             results, fields = describe(*args)
             device = args[0].device
             _lib.run_allocating(
                 op,
                 fields,
-                lambda size: torch.empty(size, dtype=torch.uint8, device=device),
+                _VIEW,
+                _workspace,
+                device,
                 backend,
+                kernel,
                 torch.cuda.current_stream(device).cuda_stream if args[0].is_cuda else 0,
                 torch.get_num_threads(),
                 deterministic or torch.are_deterministic_algorithms_enabled(),
             )
             return results
 
-        def fake(*args: Any, backend: str = "automatic", deterministic: bool = False) -> Results:
+        def fake(*args: Any, **options: Any) -> Results:
             return describe(*args)[0]
 
-        options = "str backend='automatic', bool deterministic=False"
-        schema = f"{name}({inputs}, *, {options}) -> {outputs}"
+        schema = f"{name}({inputs}, *, {_OPTIONS}) -> {outputs}"
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         for device in ("CPU", "CUDA"):
             _library.impl(name, run, device)
@@ -79,14 +87,15 @@ def _operator(inputs: str, outputs: str, struct: str | None = None, **constants:
 
 
 class _Asking(TorchDispatchMode):
-    """Inside it operators do not run: it notes why they could not.
+    """Inside it operators do not run: it notes what the library answers to a question about each.
 
     A mode, because autograd hands modes on to the threads that run backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, question: Callable[..., Any]) -> None:
         super().__init__()
-        self.reasons: list[str] = []
+        self.question = question
+        self.answers: list[tuple[str, Any]] = []  # with the name of the operator
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace != "winnow":
@@ -94,13 +103,29 @@ class _Asking(TorchDispatchMode):
         execution = _lib.execution(threads=torch.get_num_threads(), **(kwargs or {}))
         op, describe = _calls[func._opname]
         results, fields = describe(*args)
-        if reason := _lib.why_not(op, execution, **fields):
-            self.reasons.append(f"{op}: {reason}")
+        known = _lib.operators[op].fields
+        fields = {name: value for name, value in fields.items() if name in known}
+        self.answers.append((op, self.question(op, execution, **fields)))
         # The next operator looks at the contents of these.
         for tensor in results if isinstance(results, tuple) else (results,):
             if tensor is not None:
                 tensor.zero_()
         return results
+
+
+def _ask(question: Callable[..., Any], function: Callable[..., Any], args, kwargs) -> list:
+    """Answers for every operator of a call, and of its backward where gradients are wanted."""
+    with _Asking(question) as asking:
+        results = function(*args, **kwargs)
+        results = results if isinstance(results, tuple) else (results,)
+        outputs, inputs = (
+            [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+            for tensors in (results, (*args, *kwargs.values()))
+        )
+        if outputs and inputs:
+            gradients = [torch.zeros_like(x) for x in outputs]
+            torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    return asking.answers
 
 
 def why_not(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
@@ -112,17 +137,62 @@ def why_not(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
 
         winnow.why_not(winnow.sparse_attention, q, kv, indices, backend="cuda")
     """
-    with _Asking() as asking:
-        results = function(*args, **kwargs)
-        results = results if isinstance(results, tuple) else (results,)
-        outputs, inputs = (
-            [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
-            for tensors in (results, (*args, *kwargs.values()))
-        )
-        if outputs and inputs:
-            gradients = [torch.zeros_like(x) for x in outputs]
-            torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
-    return "; ".join(asking.reasons)
+    answers = _ask(_lib.why_not, function, args, kwargs)
+    return "; ".join(f"{op}: {reason}" for op, reason in answers if reason)
+
+
+class Choice(NamedTuple):
+    """What would run an operator of a call."""
+
+    op: str
+    candidates: list[_lib.Candidate]  # every kernel, best first: backend, kernel, reason
+
+    @property
+    def chosen(self) -> _lib.Candidate | None:
+        """The first that can; None if none can."""
+        return next((candidate for candidate in self.candidates if not candidate.reason), None)
+
+    @property
+    def backend(self) -> str | None:
+        return self.chosen and self.chosen.backend
+
+    @property
+    def kernel(self) -> str | None:
+        return self.chosen and self.chosen.kernel
+
+    @property
+    def refusals(self) -> list[_lib.Candidate]:
+        """Those that cannot, each with its reason."""
+        return [candidate for candidate in self.candidates if candidate.reason]
+
+
+class Explanation(NamedTuple):
+    """A Choice for every operator of a call, in the order in which they run; prints as a table."""
+
+    operators: list[Choice]
+
+    def __str__(self) -> str:
+        rows = [("operator", "backend", "kernel", "")]
+        for choice in self.operators:
+            op = choice.op
+            for candidate in choice.candidates:
+                could = "runs" if candidate is choice.chosen else "could run"
+                rows.append((op, candidate.backend, candidate.kernel, candidate.reason or could))
+                op = ""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join(lines)
+
+
+def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
+    """Which kernel would run every operator of `function(*args, **kwargs)`, and why no other.
+
+    It is asked as in `why_not`: no operator runs, and backward is included where an argument
+    requires gradients.
+
+        print(winnow.explain(winnow.sparse_attention, q, kv, indices))
+    """
+    return Explanation([Choice(*answer) for answer in _ask(_lib.explain, function, args, kwargs)])
 
 
 def _accumulator(x: Tensor) -> torch.dtype:
@@ -144,7 +214,8 @@ def _sum_over_rows(x: Tensor, unrounded: bool = False) -> Tensor:
 
 
 # Shapes are taken by slices below: a tensor with too few dimensions shall reach the library, which
-# says what is wrong with it.
+# says what is wrong with it. They are given as `size=`: torch takes half a microsecond longer to
+# understand a shape that comes without its name.
 
 
 @_operator(
@@ -155,7 +226,8 @@ def _sum_over_rows(x: Tensor, unrounded: bool = False) -> Tensor:
 def key_windows(
     cu_seqlens, cu_seqlens_padded, query_rows, tokens, ratio=1, padding_rows="empty"
 ) -> Outputs:
-    return {name: cu_seqlens.new_empty(tokens, dtype=torch.int32) for name in ("begin", "end")}
+    size, dtype = (tokens,), torch.int32
+    return {name: cu_seqlens.new_empty(size=size, dtype=dtype) for name in ("begin", "end")}
 
 
 @_operator(
@@ -175,8 +247,8 @@ def window_indices(
     key_offset=0,
 ) -> Outputs:
     return {
-        "indices": cu_seqlens.new_empty((tokens, topk), dtype=torch.int32),
-        "lengths": cu_seqlens.new_empty(tokens, dtype=torch.int32),
+        "indices": cu_seqlens.new_empty(size=(tokens, topk), dtype=torch.int32),
+        "lengths": cu_seqlens.new_empty(size=(tokens,), dtype=torch.int32),
     }
 
 
@@ -190,9 +262,9 @@ def index_topk_forward(
 ) -> Outputs:
     tokens = q.shape[:1]
     return {
-        "indices": q.new_empty((*tokens, topk), dtype=torch.int32),
-        "lengths": q.new_empty(tokens, dtype=torch.int32),
-        "scores": weights.new_empty((*tokens, topk)) if with_scores else None,
+        "indices": q.new_empty(size=(*tokens, topk), dtype=torch.int32),
+        "lengths": q.new_empty(size=tokens, dtype=torch.int32),
+        "scores": weights.new_empty(size=(*tokens, topk)) if with_scores else None,
     }
 
 
@@ -204,7 +276,7 @@ def index_topk_forward(
     replay=True,
 )
 def index_topk_replay(q, k, weights, k_scale, begin, end, indices, lengths) -> Outputs:
-    return {"scores": weights.new_empty(indices.shape)}
+    return {"scores": weights.new_empty(size=indices.shape)}
 
 
 @_operator(
@@ -232,9 +304,9 @@ def sparse_attention_forward(
 ) -> Outputs:
     rows, dtype = q.shape[:-1], _accumulator(q)
     return {
-        "out": q.new_empty((*rows, v_dim)),
-        "lse": q.new_empty(rows, dtype=dtype),
-        "max_logits": q.new_empty(rows, dtype=dtype) if with_max_logits else None,
+        "out": q.new_empty(size=(*rows, v_dim)),
+        "lse": q.new_empty(size=rows, dtype=dtype),
+        "max_logits": q.new_empty(size=rows, dtype=dtype) if with_max_logits else None,
     }
 
 
@@ -267,7 +339,7 @@ def sparse_attention_backward(
 
 @_operator("Tensor out, Tensor w_v", "Tensor")
 def value_projection_forward(out, w_v) -> Outputs:
-    return {"out_v": out.new_empty((*out.shape[:-1], *w_v.shape[1:2]))}
+    return {"out_v": out.new_empty(size=(*out.shape[:-1], *w_v.shape[1:2]))}
 
 
 @_operator("Tensor out, Tensor w_v, Tensor d_out_v", "(Tensor d_out, Tensor d_w_v)")
@@ -281,7 +353,7 @@ def value_projection_backward(out, w_v, d_out_v) -> Outputs:
     "Tensor",
 )
 def index_target(q, kv, indices, lengths, sink, lse, scale, key_offset=0) -> Outputs:
-    return {"target": lse.new_empty(indices.shape)}
+    return {"target": lse.new_empty(size=indices.shape)}
 
 
 @_operator(
@@ -289,7 +361,7 @@ def index_target(q, kv, indices, lengths, sink, lse, scale, key_offset=0) -> Out
     "(Tensor loss, Tensor d_scores)",
 )
 def index_loss(indices, lengths, scores, target) -> Outputs:
-    return {"loss": scores.new_empty(scores.shape[:1]), "d_scores": _like(scores)}
+    return {"loss": scores.new_empty(size=scores.shape[:1]), "d_scores": _like(scores)}
 
 
 @_operator(
@@ -302,8 +374,8 @@ def dense_index_loss_forward(
 ) -> Outputs:
     dtype = _accumulator(q)
     return {
-        "loss": q.new_empty(q.shape[:1], dtype=dtype),
-        "lse": q.new_empty(q.shape[:-1], dtype=dtype),
+        "loss": q.new_empty(size=q.shape[:1], dtype=dtype),
+        "lse": q.new_empty(size=q.shape[:-1], dtype=dtype),
     }
 
 
@@ -338,6 +410,6 @@ def dense_index_loss_backward(
 @_operator("Tensor x, bool power_of_two=False", "(Tensor values, Tensor scale)")
 def quantize_fp8(x, power_of_two=False) -> Outputs:
     return {
-        "values": x.new_empty(x.shape, dtype=torch.float8_e4m3fn),
-        "scale": x.new_empty(x.shape[:-1], dtype=torch.float32),
+        "values": x.new_empty(size=x.shape, dtype=torch.float8_e4m3fn),
+        "scale": x.new_empty(size=x.shape[:-1], dtype=torch.float32),
     }
