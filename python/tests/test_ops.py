@@ -235,7 +235,8 @@ class TestWhyNot:
             return winnow.index_loss(selection, x.q, x.kv, attention.lse, scale=0.25)
 
         reason = winnow.why_not(step, x.index_q.requires_grad_())
-        assert reason.startswith("sparse_attention_forward: the cpu backend's kernel simd does not take f64")
+        refusal = "sparse_attention_forward: the cpu backend's kernel simd does not take f64"
+        assert reason.startswith(refusal)
         assert reason.count(";") == 0
 
     def test_nothing_runs(self, settings):
