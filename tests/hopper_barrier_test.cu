@@ -170,10 +170,10 @@ __global__ void __launch_bounds__(kRegisterThreads, 1)
   if (thread == 0) watchdog.init();
   __syncthreads();
   if (thread < kWarpgroup) {
-    lower_registers<40>();
+    shrink_registers<40>();
     watchdog.finish();
   } else if (thread < 2 * kWarpgroup) {
-    set_registers<240>();
+    grow_registers<240>();
     float values[kRegisterValues];
 #pragma unroll
     for (int i = 0; i < kRegisterValues; ++i)

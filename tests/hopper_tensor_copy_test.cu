@@ -51,7 +51,7 @@ __global__ void box_kernel(const __grid_constant__ CUtensorMap map, Coordinates 
   }
   for (int i = thread; i < kMaxRows * kTileRowBytes / 4; i += kWarpgroup)
     reinterpret_cast<unsigned*>(shared.tile)[i] = kPoison;
-  fence_for_products();  // TMA writes after the poison, too
+  fence_proxy_async();  // TMA writes after the poison, too
   sync_warps<1, kWarpgroup>();
   if (thread == 0) {
     shared.full.arrive_and_expect(box_bytes);

@@ -66,11 +66,11 @@ template <Layout kLayout>
 __device__ std::uint64_t descriptor(const std::byte* shared, int step) {
   const std::uint32_t address = shared_address(shared);
   if constexpr (kLayout == Layout::k_major) {
-    return row_contracted(address) + step * kNext16InRow;
+    return k_major(address) + step * kNextKMajor;
   } else if constexpr (kLayout == Layout::mn_major) {
-    return column_contracted(address, kTileColumns * kTileRowBytes) + step * kNext16Rows;
+    return mn_major(address, kTileColumns * kTileRowBytes) + step * kNextMnMajor;
   } else {
-    return slice_contracted(address) + step * (kSliceBytes >> 4);
+    return k_major_slice(address) + step * (kSliceBytes >> 4);
   }
 }
 
@@ -104,7 +104,7 @@ __global__ void product_kernel(const T* a, const T* b, float* d, bool accumulate
   float sums[kColumns / 2];
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) sums[i] = *element(i);
-  fence_for_products();
+  fence_proxy_async();
   sync_warps<1, kWarpgroup>();  // both operands are stored
 
   wgmma_fence();
@@ -122,7 +122,7 @@ __global__ void product_kernel(const T* a, const T* b, float* d, bool accumulate
     } else if constexpr (kA == Layout::slices) {
       multiply_64x256x16<T>(sums, descriptor<kA>(shared.a, step), to_b, adds);
     } else {
-      multiply_64x256_rows<T>(sums, descriptor<kA>(shared.a, step), to_b, adds);
+      multiply_64x256_k_major<T>(sums, descriptor<kA>(shared.a, step), to_b, adds);
     }
   }
   wgmma_commit();

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// One number from all threads of a block, always in the same order.
+// A reduction over all threads of a block, always in the same order.
 #pragma once
 
 namespace winnow::cuda {
 
-/// `combine` of the values of all kThreads threads, for each of them. The block's barriers are in
-/// it; `storage` is its own until the next one.
+/// Combines the values of all kThreads threads; every thread gets the result. It contains two
+/// barriers of the block; `storage` may be reused after it.
 template <int kThreads, class T, class Combine>
 __device__ T reduce_block(T value, T (&storage)[kThreads / 32], Combine combine) {
   constexpr unsigned kAllLanes = 0xffffffffu;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The products of a query row's heads with its keys, 64 keys at a time, for every type and shape:
-// what index_target, dense_index_loss and the indexer's gradients begin with.
+// The products of a query row's heads with its keys, 64 keys at a time, for every type and shape;
+// index_target, dense_index_loss and the indexer's gradients begin with them.
 //
-// A block of 4 warps has one query row and up to 64 heads of it. Keys and heads come in steps of
-// 128 bytes of each row through three stages of cp.async, so that rows of any width do; keys are
-// gathered, their indices loaded a tile ahead. A warp has 16 or 32 keys and 16 or 32 heads. Limits:
-// the bandwidth of the second cache (32 operations a byte), then that of shared memory.
+// A block of 4 warps has one query row and up to 64 of its heads. Keys and heads are loaded in
+// steps of 128 bytes of each row through three stages of cp.async, so that rows may have any width;
+// keys are gathered, with their indices loaded one tile ahead. A warp has 16 or 32 keys and 16 or
+// 32 heads. Limits: the bandwidth of L2 (32 operations a byte), then that of shared memory.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ inline constexpr int kTileKeys = 64;
 inline constexpr int kHeadStages = 3;
 inline constexpr int kHeadThreads = 128;
 
-/// What of a call all passes over heads share, and the heads of one of them.
+/// The operands of one pass over some heads of every row.
 struct HeadOperands {
   const void* q;  // [tokens, heads, dim], from the first head of the pass on
   const void* k;  // [keys, dim]
@@ -36,34 +36,35 @@ struct HeadOperands {
   SlotLists slots;
 };
 
-/// Who has what of a tile of kTileKeys x kHeads, and how its operands stand in shared memory.
+/// How warps and lanes share a tile of kTileKeys x kHeads, and the layout of its operands in shared
+/// memory.
 template <class T, int kHeads>
 struct HeadTile {
   static constexpr int kVector = 16 / sizeof(T);        // elements of a 16-byte copy
   static constexpr int kChannels = 128 / sizeof(T);     // of a step
-  static constexpr int kStride = kChannels + kVector;   // eight rows begin in different banks
+  static constexpr int kStride = kChannels + kVector;   // eight rows begin in distinct banks
   static constexpr int kPieces = kChannels / kVector;   // copies of a row
-  static constexpr int kRows = kHeadThreads / kPieces;  // that are copied at once
+  static constexpr int kRows = kHeadThreads / kPieces;  // copied at once
   static constexpr int kKeyWarps = kHeads == 16 ? 4 : 2;
   static constexpr int kHeadWarps = kHeadThreads / 32 / kKeyWarps;
-  static constexpr int kKeyBlocks = kTileKeys / kKeyWarps / 16;  // a warp's, of 16
-  static constexpr int kHeadBlocks = kHeads / kHeadWarps / 8;    // a warp's, of 8
+  static constexpr int kKeyBlocks = kTileKeys / kKeyWarps / 16;  // of 16 keys, per warp
+  static constexpr int kHeadBlocks = kHeads / kHeadWarps / 8;    // of 8 heads, per warp
 
   struct Stage {
     alignas(16) T keys[kTileKeys][kStride];
     alignas(16) T heads[kHeads][kStride];
-    std::int32_t key[kTileKeys];  // the row of each; -1: none, and zeros above
+    std::int32_t key[kTileKeys];  // the row of each key; -1: none, and its row above is zeros
   };
-  using Sums = float[kKeyBlocks][kHeadBlocks][4];
+  using Accumulator = float[kKeyBlocks][kHeadBlocks][4];
 
   __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ static int key_warp() { return warp() % kKeyWarps; }
   __device__ static int head_warp() { return warp() / kKeyWarps; }
-  /// Of a warp.
+  /// The first key and the first head of the calling warp.
   __device__ static int first_key() { return key_warp() * kKeyBlocks * 16; }
   __device__ static int first_head() { return head_warp() * kHeadBlocks * 8; }
-  /// In the tile, of the sums [block][..][e] and [..][block][e].
+  /// Which key of the tile accumulator [block][..][e] is, and which head [..][block][e].
   __device__ static int key(int block, int e) {
     return first_key() + block * 16 + row_in_block(lane(), e);
   }
@@ -72,16 +73,16 @@ struct HeadTile {
   }
 };
 
-/// One query row's tiles, one after another. Every call of `multiply` and `next` is a barrier of
-/// the block; what they return holds until the next of them.
+/// The tiles of one query row, one after another. Every call of `multiply` and `next` contains
+/// barriers of the block; what it returns stays valid until the next call.
 template <class T, int kHeads>
 class HeadProducts {
  public:
   using Tile = HeadTile<T, kHeads>;
   using Stage = typename Tile::Stage;
 
-  /// After a tile's products `next` gives columns first_column .. of the tile's keys and heads
-  /// again, `column_steps` times kChannels of them.
+  /// After a tile's products the next `column_steps` calls of `next` give its keys and heads once
+  /// more, kChannels columns at a time from first_column on.
   __device__ HeadProducts(const HeadOperands& operands, const RowSlots& slots, std::int64_t t,
                           Stage (&stages)[kHeadStages], int first_column = 0, int column_steps = 0)
       : operands_(operands),
@@ -100,9 +101,9 @@ class HeadProducts {
 
   __device__ int tiles() const { return tiles_; }
 
-  /// The products of the next tile's keys and heads.
-  __device__ const Stage& multiply(typename Tile::Sums& products) {
-    clear_sums(products);
+  /// Multiplies the next tile's keys and heads.
+  __device__ const Stage& multiply(typename Tile::Accumulator& products) {
+    clear_accumulators(products);
     const Stage* stage = nullptr;
 #pragma unroll 1
     for (int step = 0; step < score_steps_; ++step) {
@@ -114,10 +115,10 @@ class HeadProducts {
     return *stage;
   }
 
-  /// The next step.
+  /// The stage of the next step.
   __device__ const Stage& next() {
-    // Its rows are there for all; all are done with the step before, whose stage the next copies
-    // take.
+    // The step's rows are there for all threads; all are done with the previous step, whose stage
+    // the next copies overwrite.
     wait_for_copies<kHeadStages - 2>();
     __syncthreads();
     start();
@@ -127,11 +128,11 @@ class HeadProducts {
   }
 
  private:
-  static constexpr int kKeyCopies = kTileKeys / Tile::kRows;  // a thread's
+  static constexpr int kKeyCopies = kTileKeys / Tile::kRows;  // per thread
   static constexpr int kHeadCopies = kHeads / Tile::kRows;
 
-  /// Starts the copies of a step, if there is one; always commits a group, so that their number
-  /// says which are there.
+  /// Starts the copies of the next step, if there is one. It always commits a group, so that the
+  /// number of pending groups tells which steps have landed.
   __device__ void start() {
     if (tile_ < tiles_) {
       Stage& stage = stages_[write_];
@@ -160,7 +161,7 @@ class HeadProducts {
     commit_copies();
   }
 
-  /// This thread's piece of a row; zeros for no row (null) and past its end.
+  /// Copies this thread's piece of a row; writes zeros for no row (null) and past the row's end.
   __device__ void copy(T* to, const T* row, int column, bool aligned) {
     column += piece_ * Tile::kVector;
     if (row == nullptr || column >= operands_.dim) {
@@ -197,16 +198,16 @@ class HeadProducts {
   int tiles_;
   int row_ = static_cast<int>(threadIdx.x) / Tile::kPieces;
   int piece_ = static_cast<int>(threadIdx.x) % Tile::kPieces;
-  int tile_ = 0;  // and the step of it that is started next
+  int tile_ = 0;  // the tile and its step that are started next
   int step_ = 0;
   int write_ = 0;
   int read_ = 0;
-  std::int32_t keys_[kKeyCopies];       // of the tile that is being started
-  std::int32_t next_keys_[kKeyCopies];  // and of the one behind it
+  std::int32_t keys_[kKeyCopies];       // of tile_
+  std::int32_t next_keys_[kKeyCopies];  // of tile_ + 1
 };
 
-/// The passes over `heads` heads that start at q, kHeads at a time: pass.template
-/// operator()<T, kHeads>(operands, first_head).
+/// Calls pass.template operator()<T, kHeads>(operands, first_head) for every kHeads of the `heads`
+/// heads.
 template <class T, int kHeads, class Pass>
 void for_each_pass(HeadOperands operands, std::int64_t heads, const Pass& pass) {
   const T* const q = static_cast<const T*>(operands.q);
@@ -217,8 +218,8 @@ void for_each_pass(HeadOperands operands, std::int64_t heads, const Pass& pass) 
   }
 }
 
-/// The same with the type of q [tokens, heads, dim] and k [keys, dim], and as many heads at once as
-/// there are, up to 64. Which kernel a row gets does not depend on the number of rows or keys.
+/// Does the same with the type of q [tokens, heads, dim] and k [keys, dim], and with up to 64 heads
+/// at once. Which kernel a row gets does not depend on the number of rows or keys.
 template <class Pass>
 void for_each_pass(const Tensor& q, const Tensor& k, const SlotLists& slots, const Pass& pass) {
   const HeadOperands operands{.q = q.data,

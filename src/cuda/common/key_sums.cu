@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of keys' gradients: rounding, and sums in order by a stable sort of (key, term). Bound by
-// the memory that terms are written to and read from once.
+// Sums of key gradients: the final rounding, and deterministic sums by a stable sort of (key,
+// term). The limit is the memory bandwidth: terms are written once and read once.
 #include <algorithm>
 #include <bit>
 
@@ -38,9 +38,9 @@ void round_sums(const KeySums& sums, const Tensor& d_keys, cudaStream_t stream) 
       sums, data_of<T>(d_keys), d_keys.stride[0]);
 }
 
-// ---- Sums in order.
+// ---- Deterministic sums.
 
-/// A slot without a key sorts behind all keys.
+/// Lists the key of every slot; a slot without a key sorts after all keys.
 __global__ void __launch_bounds__(kThreads)
     list_keys_kernel(const __grid_constant__ SlotLists slots, std::int64_t count,
                      std::uint32_t no_key, std::uint32_t* keys, std::uint32_t* terms) {
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// The first place from `place` on that holds another key; all lanes look.
+/// The first place from `place` on that holds another key, found by all lanes of a warp.
 __device__ std::int64_t end_of_key(const std::uint32_t* __restrict__ keys, std::int64_t count,
                                    std::int64_t place, std::uint32_t key, int lane) {
   while (true) {
@@ -63,9 +63,9 @@ __device__ std::int64_t end_of_key(const std::uint32_t* __restrict__ keys, std::
   }
 }
 
-constexpr int kColumns = 5;  // fours of a lane at a time: whole rows of 576 or 512
+constexpr int kColumns = 5;  // float4 of a lane at a time: a whole row of 576 or 512
 
-/// A warp adds the terms of the keys that begin in its 32 places.
+/// A warp adds the terms of the keys whose first term is in its 32 places.
 __global__ void __launch_bounds__(kThreads)
     add_in_order_kernel(const std::uint32_t* __restrict__ keys,
                         const std::uint32_t* __restrict__ order, std::int64_t count,
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Bits of the sort's keys: of all rows and of the number behind them.
+/// Bits of the sort's keys: all rows, and one value after them for slots without a key.
 int key_bits(std::int64_t keys) {
   return static_cast<int>(std::bit_width(static_cast<std::uint64_t>(keys)));
 }
@@ -131,7 +131,7 @@ std::size_t sort_bytes(std::int64_t terms, std::int64_t keys) {
   return bytes;
 }
 
-/// Of one of the four arrays that are sorted.
+/// Bytes of one of the four arrays of the sort.
 std::size_t array_bytes(std::int64_t terms) {
   const std::size_t bytes = static_cast<std::size_t>(terms) * sizeof(std::uint32_t);
   return (bytes + Workspace::kAlignment - 1) / Workspace::kAlignment * Workspace::kAlignment;

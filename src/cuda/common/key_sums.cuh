@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients of keys, to which many query rows add: the fp32 rows in which they are summed, and a
-// way to add them up in the same order in every run.
+// way to sum them in the same order in every run.
 #pragma once
 
 #include <cstddef>
@@ -12,33 +12,43 @@
 
 namespace winnow::cuda {
 
-/// The caller's tensor, to which is added, or a copy behind one of bf16 or f16.
+/// The rows in which key gradients are summed: the caller's tensor, or an fp32 copy behind a tensor
+/// of bf16 or f16.
 struct KeySums {
   float* data;  // [keys, dim]
   std::int64_t stride;
   std::int64_t keys, dim;
 };
 
-/// Of the copy. It comes on top of the workspace limit.
+/// Where a kernel leaves what its slots give to their keys.
+enum class KeyGradient : std::int32_t {
+  none,
+  added,      // to the sums of the keys, by atomics
+  stored,     // as terms of slots
+  stored_too  // added to the terms of earlier heads
+};
+
+/// Bytes of the copy, which comes on top of the workspace limit.
 std::size_t key_copy_bytes(const Tensor& d_keys);
 /// Zeros the copy, if there is one.
 KeySums begin_key_sums(const Tensor& d_keys, Workspace& workspace, cudaStream_t stream);
 /// Rounds the copy, if there is one, to the caller's tensor.
 void finish_key_sums(const KeySums& sums, const Tensor& d_keys, cudaStream_t stream);
 
-// ---- Sums in order. What every slot gives to its key is a row of `dim` floats, a term. The terms
-// of some query rows are made, sorted by key, and each key's are added, by slots within rows, one
-// after another to its sum: whatever the pieces are, the bits are the same.
+// ---- Deterministic sums. What a slot gives to its key is a row of `dim` floats, a term. The terms
+// of some query rows are written down and sorted by key; each key's terms are added to its sum one
+// after another, by rows and by slots within a row. So the bits do not depend on how the work is
+// cut.
 
-/// Pieces of `rows` query rows and `slots` slots of each.
+/// The work in pieces of `rows` query rows and `slots` slots of each.
 struct TermPlan {
   std::int64_t rows = 0;  // 0: no plan
   std::int64_t slots = 0;
   std::size_t term_bytes = 0;   // of float [rows, slots, dim]
   std::size_t order_bytes = 0;  // for the sort
 };
-/// The largest pieces for which both slices of a workspace have room in `limit` bytes; if there are
-/// none, the smallest. The device is current.
+/// The largest pieces whose two workspace slices fit into `limit` bytes, or the smallest pieces if
+/// none fit. The device is current.
 TermPlan plan_terms(std::int64_t tokens, std::int64_t slots, std::int64_t keys, std::int64_t dim,
                     std::size_t limit);
 
@@ -48,7 +58,7 @@ struct TermMemory {
 };
 TermMemory take_terms(const TermPlan& plan, Workspace& workspace);
 
-/// Adds terms [rows, slots.slots, dim] of a piece to the sums of their keys.
+/// Adds the terms [rows, slots.slots, dim] of a piece to the sums of their keys.
 void add_in_order(const TermPlan& plan, const TermMemory& memory, const SlotLists& slots,
                   std::int64_t rows, const KeySums& sums, cudaStream_t stream);
 

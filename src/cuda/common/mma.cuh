@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a warp of any GPU since compute capability 8.0 does with 16-bit tiles: asynchronous copies
-// into shared memory, fragments out of it, products of 16 x 8 x 16 with fp32 sums.
+// Warp-level operations on 16-bit tiles from compute capability 8.0 on: asynchronous copies into
+// shared memory, loads of fragments, and mma.sync of 16 x 8 x 16 with fp32 accumulators.
 #pragma once
 
 #include <cstdint>
@@ -10,36 +10,36 @@
 
 namespace winnow::cuda {
 
-/// Behind every row of a tile in shared memory. With a row of a multiple of 16 elements the eight
-/// rows of a fragment then begin in eight different groups of banks.
+/// Padding after every row of a tile in shared memory. With rows of a multiple of 16 elements the
+/// eight rows of a fragment then begin in eight different groups of banks.
 inline constexpr int kRowPadding = 8;
 
 __device__ inline std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// Both addresses are multiples of 16.
+/// Starts a copy of 16 bytes by cp.async; both addresses are multiples of 16.
 __device__ inline void copy_16_bytes_async(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(shared)),
                "l"(global)
                : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/// Until at most `kPending` of this thread's groups are on their way.
+/// Waits until at most `kPending` of this thread's groups of copies are pending.
 template <int kPending>
 __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-/// Four 8 x 8 matrices. Lane i gives the address of row i % 8 of matrix i / 8, and gets of each
-/// matrix the two neighbours in row lane / 4 that begin at column lane % 4 * 2.
+/// Loads four 8 x 8 matrices. Lane i gives the address of row i % 8 of matrix i / 8, and receives
+/// of each matrix the two neighbours in row lane / 4 that begin at column lane % 4 * 2.
 __device__ inline void load_fragments(std::uint32_t (&fragments)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
                : "r"(shared_address(row))
                : "memory");
 }
-/// The same of the transposed matrices.
+/// Loads the transposed matrices in the same way.
 __device__ inline void load_fragments_transposed(std::uint32_t (&fragments)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
@@ -47,22 +47,22 @@ __device__ inline void load_fragments_transposed(std::uint32_t (&fragments)[4], 
                : "memory");
 }
 
-// Where lane i points for a 16 x 16 block that is an operand of the product, as elements from the
-// block's corner. In shared memory A is [m, k] or [k, m], B is [n, k] or [k, n]; B's 16 columns are
-// the operands (0, 1) and (2, 3) of two products.
+// The address that lane i gives for a 16 x 16 block of an operand, in elements from the block's
+// corner. In shared memory A is [m, k] or [k, m] and B is [n, k] or [k, n]; B's 16 columns are the
+// operands (0, 1) and (2, 3) of two products.
 struct BlockOffset {
   int row;
   int column;
 };
-/// A as [m, k] by load_fragments; B as [k, n] by load_fragments_transposed.
+/// For A as [m, k] with load_fragments, and for B as [k, n] with load_fragments_transposed.
 __device__ inline BlockOffset rows_first(int lane) { return {lane % 16, lane / 16 * 8}; }
-/// B as [n, k] by load_fragments; A as [k, m] by load_fragments_transposed.
+/// For B as [n, k] with load_fragments, and for A as [k, m] with load_fragments_transposed.
 __device__ inline BlockOffset columns_first(int lane) {
   return {lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8};
 }
 
-/// c += A [16, 16] B [16, 8]. A lane holds of c row lane / 4, columns lane % 4 * 2 and the next, in
-/// c[0] and c[1]; the same of row lane / 4 + 8 in c[2] and c[3].
+/// c += A [16, 16] B [16, 8]. Of the accumulator a lane holds row lane / 4, columns lane % 4 * 2
+/// and the next, in c[0] and c[1], and the same columns of row lane / 4 + 8 in c[2] and c[3].
 template <class T>
 __device__ void multiply_add(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                              std::uint32_t b1);
@@ -98,7 +98,7 @@ __device__ inline __half from_float<__half>(float x) {
   return __float2half_rn(x);
 }
 
-/// Two neighbouring elements, the first in the low half.
+/// Rounds two neighbouring elements into one word, the first in the low half.
 template <class T>
 __device__ std::uint32_t pack(float first, float second);
 template <>
@@ -112,7 +112,7 @@ __device__ inline std::uint32_t pack<__half>(float first, float second) {
   return reinterpret_cast<const std::uint32_t&>(pair);
 }
 
-/// Stores two neighbouring elements, by one instruction where they are aligned to their pair.
+/// Stores two neighbouring elements, by one instruction where the pair is aligned.
 template <class T>
 __device__ void store_pair(T* to, float first, float second, bool aligned) {
   if (aligned) {

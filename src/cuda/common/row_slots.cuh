@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which keys a query row looks at: those of a list, or all of its window. Numbers that are not
-// legal (negative lengths, windows past the keys) give fewer slots, but never a row that is no key.
+// Which keys a query row attends to: those of a list, or all of its window. Illegal values
+// (negative lengths, windows past the keys) give fewer slots, but never a row that is no key.
 #pragma once
 
 #include <cstdint>
@@ -11,18 +11,18 @@ namespace winnow::cuda {
 
 /// The slots of one row.
 struct RowSlots {
-  const std::int32_t* indices;  // of the first slot on; null: neighbouring keys
+  const std::int32_t* indices;  // from the first slot on; null: consecutive keys
   std::int32_t first;           // without a list: the index of the first slot
-  std::int32_t begin;           // of a list the `size` indices from here on are keys
+  std::int32_t begin;           // with a list, only indices in [begin, begin + size) are keys
   std::uint32_t size;
-  std::int32_t count;  // slots that may hold a key
+  std::int32_t count;  // of slots that may hold a key
   std::int32_t key_offset;
 
-  /// The key's row; -1: none.
+  /// The row of a slot's key, or -1.
   __device__ std::int32_t key(std::int64_t slot) const {
     if (slot >= count) return -1;
     if (indices == nullptr) return key_offset + first + static_cast<std::int32_t>(slot);
-    // In the unsigned numbers an index before the first key is behind the last.
+    // In unsigned arithmetic an index before the first key is past the last.
     const std::int32_t index = indices[slot];
     const std::uint32_t distance =
         static_cast<std::uint32_t>(index) - static_cast<std::uint32_t>(begin);
@@ -30,7 +30,7 @@ struct RowSlots {
   }
 };
 
-/// The slots of all rows. A part of every row's slots can be taken: those from first_slot on.
+/// The slots of all rows, or of every row the `slots` slots from first_slot on.
 struct SlotLists {
   const std::int32_t* indices = nullptr;  // [tokens, slots], or null: the window, key by key
   const std::int32_t* lengths = nullptr;  // [tokens], or null
@@ -38,11 +38,11 @@ struct SlotLists {
   const std::int32_t* end = nullptr;      // [tokens], or null
   std::int64_t indices_stride = 0;
   std::int64_t first_slot = 0;
-  std::int64_t slots = 0;       // of a row, from first_slot on; below 2^31
-  std::int64_t keys = 0;        // indices are below; up to 2^31
+  std::int64_t slots = 0;       // per row, from first_slot on; below 2^31
+  std::int64_t keys = 0;        // indices are smaller than this; at most 2^31
   std::int64_t key_offset = 0;  // the row of index 0
 
-  /// Of the rows from first_row on, `count` slots from `first` on.
+  /// The rows from first_row on, and of each `count` slots from `first` on.
   SlotLists part(std::int64_t first_row, std::int64_t first, std::int64_t count) const {
     SlotLists part = *this;
     if (indices != nullptr) part.indices += first_row * indices_stride;
@@ -56,23 +56,23 @@ struct SlotLists {
 
   __device__ RowSlots row(std::int64_t t) const {
     std::int64_t first_key = 0;
-    std::int64_t behind_key = keys;
+    std::int64_t end_key = keys;
     if (begin != nullptr) {
       first_key = clamp(begin[t], 0, keys);
-      behind_key = clamp(end[t], first_key, keys);
+      end_key = clamp(end[t], first_key, keys);
     }
     RowSlots row{};
-    std::int64_t behind = first_slot + slots;  // the last slot
+    std::int64_t end_slot = first_slot + slots;
     if (indices == nullptr) {
       row.first = static_cast<std::int32_t>(first_key + first_slot);
-      behind = behind_key - first_key;
+      end_slot = end_key - first_key;
     } else {
       row.indices = indices + t * indices_stride + first_slot;
-      if (lengths != nullptr) behind = lengths[t];
+      if (lengths != nullptr) end_slot = lengths[t];
     }
     row.begin = static_cast<std::int32_t>(first_key);
-    row.size = static_cast<std::uint32_t>(behind_key - first_key);
-    row.count = static_cast<std::int32_t>(clamp(behind - first_slot, 0, slots));
+    row.size = static_cast<std::uint32_t>(end_key - first_key);
+    row.count = static_cast<std::int32_t>(clamp(end_slot - first_slot, 0, slots));
     row.key_offset = static_cast<std::int32_t>(key_offset);
     return row;
   }

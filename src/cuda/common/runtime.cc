@@ -29,7 +29,7 @@ Machine read_machine() {
   int count = 0;
   machine.error = cudaGetDeviceCount(&count);
   if (machine.error != cudaSuccess) {
-    cudaGetLastError();  // it is reported by why_not, not by the next launch
+    cudaGetLastError();  // why_not reports it; the next launch must not
     return machine;
   }
   for (int device = 0; device < count; ++device) {
@@ -82,8 +82,8 @@ void allow_all_shared_memory(const void* kernel, std::source_location where) {
              where);
 }
 
-bool can_wait_by_itself(const void* kernel, std::source_location where) {
-  constexpr int kFirst = 90;  // compute capability for which the code was made
+bool supports_pdl(const void* kernel, std::source_location where) {
+  constexpr int kFirst = 90;  // griddepcontrol exists in code for compute capability 9.0 and later
   cudaFuncAttributes attributes{};
   cuda_check(cudaFuncGetAttributes(&attributes, kernel), where);
   return attributes.ptxVersion >= kFirst;
@@ -108,7 +108,7 @@ Workspace::Workspace(const Execution& execution, std::size_t bytes) : stream_(ex
 }
 
 Workspace::~Workspace() {
-  // A stream that is broken reports it to the caller's next call.
+  // A broken stream is reported by the caller's next call.
   if (owned_ != nullptr) cudaFreeAsync(owned_, stream_);
 }
 

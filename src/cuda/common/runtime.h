@@ -40,10 +40,10 @@ struct DeviceProperties {
   int major = 0;  // compute capability
   int minor = 0;
   int multiprocessors = 0;
-  int shared_bytes = 0;  // the most shared memory that one block can have
+  int shared_bytes = 0;  // the most shared memory that a block can opt in to
 };
 
-/// What the runtime said when it was first asked, and the devices it has.
+/// The runtime's answer when it was first asked, and the devices it has.
 struct Machine {
   cudaError_t error = cudaSuccess;
   std::vector<DeviceProperties> devices;
@@ -59,21 +59,21 @@ struct Launch {
   int threads = 0;
   std::size_t shared_bytes = 0;
   cudaStream_t stream = nullptr;
-  /// May be set up before the launch before it has ended; see wait_for_launch_before. Where kernels
-  /// cannot wait by themselves it is a launch like any other.
-  bool early = false;
+  /// Programmatic dependent launch (PDL): the grid may be set up before the previous one has ended;
+  /// see wait_for_previous_grid. It is an ordinary launch where the kernel's code cannot wait.
+  bool pdl = false;
   std::source_location where = std::source_location::current();
 };
 
-/// Blocks of one launch; kernels walk over more work than that in strides of the grid.
+/// The most blocks of one launch; kernels walk over more work in strides of the grid.
 inline constexpr std::int64_t kMaxBlocks = (std::int64_t{1} << 31) - 1;
 
-/// Lets a kernel have as much shared memory as the current device has for a block. Always the same
-/// number, so that two threads that launch the same kernel do not take it from each other.
+/// Lets a kernel use as much shared memory as the current device has for a block. The limit is
+/// always the same, so that two threads that launch the same kernel do not lower it for each other.
 void allow_all_shared_memory(const void* kernel, std::source_location where);
 
-/// Whether the code of a kernel that the current device runs has wait_for_launch_before in it.
-bool can_wait_by_itself(const void* kernel, std::source_location where);
+/// Whether the code that the current device runs for a kernel contains griddepcontrol.wait.
+bool supports_pdl(const void* kernel, std::source_location where);
 
 /// A kernel that is ready to be launched any number of times. It has no static shared memory if it
 /// asks for more than 48 KiB.
@@ -85,22 +85,22 @@ class Launcher {
     if (how.blocks > 0 && how.shared_bytes > kWithoutAsking) {
       allow_all_shared_memory(reinterpret_cast<const void*>(kernel), how.where);
     }
-    how_.early = how.early && can_wait_by_itself(reinterpret_cast<const void*>(kernel), how.where);
+    how_.pdl = how.pdl && supports_pdl(reinterpret_cast<const void*>(kernel), how.where);
   }
 
   template <class... Arguments>
   void operator()(Arguments&&... arguments) const {
     if (how_.blocks == 0) return;
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute pdl{};
+    pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    pdl.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(how_.blocks));
     config.blockDim = dim3(static_cast<unsigned>(how_.threads));
     config.dynamicSmemBytes = how_.shared_bytes;
     config.stream = how_.stream;
-    config.attrs = &early;
-    config.numAttrs = how_.early ? 1 : 0;
+    config.attrs = &pdl;
+    config.numAttrs = how_.pdl ? 1 : 0;
     cuda_check(cudaLaunchKernelEx(&config, kernel_, Parameters(arguments)...), how_.where);
   }
 
@@ -115,22 +115,22 @@ void launch(void (*kernel)(Parameters...), const Launch& how, Arguments&&... arg
 }
 
 #ifdef __CUDACC__
-/// What every thread of an early launch does before anything with global memory, however little it
-/// has to do: nothing that the launch before has written is there before.
-__device__ inline void wait_for_launch_before() {
+/// Waits until the previous grid has ended and its writes are visible. With PDL every thread calls
+/// this before it touches global memory, however little it has to do.
+__device__ inline void wait_for_previous_grid() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 #endif
 
-/// Slices of the caller's workspace, or of memory taken and given back in the order of the stream.
-/// The device of the stream is current. Nothing waits, and a graph can capture all of it.
+/// Slices of the caller's workspace, or of memory allocated and freed in stream order. The stream's
+/// device is current. Nothing waits, and a graph can capture all of it.
 class Workspace {
  public:
   static constexpr std::size_t kAlignment = 256;
 
-  /// What slices of these sizes take of a workspace that is itself aligned to less.
+  /// Bytes that slices of these sizes take, whatever the alignment of the workspace itself.
   static std::size_t bytes(std::initializer_list<std::size_t> slices);
 
   Workspace(const Execution& execution, std::size_t bytes);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of an online softmax, in powers of two: what a row's largest logit and sum say of it.
+// The online softmax in powers of two: its exponential, and the results of a row from its largest
+// logit and its sum.
 #pragma once
 
 #include <cmath>
@@ -16,23 +17,23 @@ __device__ inline float fast_exp2(float x) {
   return result;
 }
 
-/// What logits are measured from: their largest, or 0 while there is none, so that -inf is never
-/// taken from -inf.
+/// The base that logits are measured from: the largest, or 0 while there is none, so that -inf is
+/// never subtracted from -inf.
 __device__ inline float softmax_base(float largest) { return largest == -INFINITY ? 0 : largest; }
 
 struct RowEnd {
   float lse;         // natural log, keys only
   float max_logit;   // natural
-  float normalizer;  // what the sum of 2^(s - largest) * value is multiplied by
+  float normalizer;  // by which the sum of 2^(s - largest) * value is multiplied
 };
 
-/// `largest` and `sum` of 2^(s - softmax_base(largest)), with s in units of log2; `sink` is a
-/// natural logit, -inf for none. A sum of 0: there were no keys.
+/// The results of a row from its `largest` logit and its `sum` of 2^(s - softmax_base(largest)),
+/// with s in units of log2. `sink` is a natural logit, -inf for none. A sum of 0 means no keys.
 __device__ inline RowEnd finish_row(float largest, float sum, float sink) {
   if (sum == 0) return {-INFINITY, -INFINITY, 0};
   RowEnd row{(largest + log2f(sum)) * kLn2, largest * kLn2, 0};
   if (sink == INFINITY) return row;
-  // Natural logits: a finite sink in units of log2 may be infinite.
+  // In natural logits, because a finite sink may overflow in units of log2.
   const float base = fmaxf(row.max_logit, sink);
   const float keys = expf(row.max_logit - base);
   row.normalizer = keys / (sum * keys + expf(sink - base));

@@ -16,7 +16,7 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                             CUtensorMapFloatOOBfill);
 
-/// The driver's function; the library does not link against the driver.
+/// Finds the driver's function at run time, since the library does not link against the driver.
 Encode find_encode() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};
@@ -54,13 +54,13 @@ bool can_have_tensor_map(const Tensor& tensor) {
 
 CUtensorMap make_tensor_map(const Tensor& tensor, const std::array<std::uint32_t, 4>& box) {
   static const Encode encode = find_encode();
-  // The engine counts dimensions from the last one on.
+  // TMA counts dimensions from the last one.
   std::array<cuuint64_t, 4> sizes{};
   std::array<cuuint64_t, 3> strides{};
   std::array<cuuint32_t, 4> boxes{};
   constexpr std::array<cuuint32_t, 4> kSteps = {1, 1, 1, 1};
   const int rank = tensor.rank;
-  cuuint64_t any_stride = 16;  // where there is one element along a dimension
+  cuuint64_t any_stride = 16;  // any legal stride does where a dimension has one element
   for (int i = 0; i < rank; ++i) {
     const int dim = rank - 1 - i;
     sizes[i] = static_cast<cuuint64_t>(tensor.shape[dim]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Descriptions of tensors for the copy engine of Hopper (TMA).
+// Tensor maps: descriptions of tensors for TMA, Hopper's tensor memory accelerator.
 #pragma once
 
 #include <array>
@@ -11,13 +11,13 @@
 
 namespace winnow::cuda {
 
-/// Whether the copy engine can read a tensor: 16-byte aligned rows, no stride that is negative,
-/// zero or huge, and elements at all.
+/// Whether TMA can read a tensor: its rows are 16-byte aligned, no stride is negative, zero or
+/// huge, and it has elements.
 bool can_have_tensor_map(const Tensor& tensor);
 
-/// For copies of boxes of `box[i]` elements along dimension i into rows of 128 bytes with the
-/// 128-byte swizzle; those along the last of up to four dimensions fill such a row. What lies
-/// outside of the tensor is zeros.
+/// A map for copies of boxes of `box[i]` elements along dimension i. In shared memory the elements
+/// along the last of up to four dimensions fill a row of 128 bytes, with the 128-byte swizzle.
+/// Elements outside of the tensor are zeros.
 CUtensorMap make_tensor_map(const Tensor& tensor, const std::array<std::uint32_t, 4>& box);
 
 }  // namespace winnow::cuda

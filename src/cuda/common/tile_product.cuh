@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of tiles in shared memory by one warp, for 16-bit types on the tensor cores and for f32
-// by fused multiply-adds; both leave their sums where mma.sync leaves them.
+// Products of tiles in shared memory by one warp, on the tensor cores for 16-bit types and by fused
+// multiply-adds for f32; both use the accumulator layout of mma.sync.
 #pragma once
 
 #include <type_traits>
@@ -9,13 +9,13 @@
 
 namespace winnow::cuda {
 
-// A warp's sums are c[blocks of 16 rows][blocks of 8 columns][4]. Element e of a lane's four is in
-// this row and column of its block:
+// A warp's accumulator is c[blocks of 16 rows][blocks of 8 columns][4]. Element e of a lane's four
+// is in this row and column of its block:
 __device__ inline int row_in_block(int lane, int e) { return lane / 4 + e / 2 * 8; }
 __device__ inline int column_in_block(int lane, int e) { return lane % 4 * 2 + e % 2; }
 
 template <int kM, int kN>
-__device__ void clear_sums(float (&c)[kM][kN][4]) {
+__device__ void clear_accumulators(float (&c)[kM][kN][4]) {
 #pragma unroll
   for (int i = 0; i < kM; ++i) {
 #pragma unroll
@@ -26,7 +26,7 @@ __device__ void clear_sums(float (&c)[kM][kN][4]) {
   }
 }
 
-/// The fragments of the 16 x 16 block at (outer, k) of an operand: [outer, k], or [k, outer].
+/// Loads the fragments of the 16 x 16 block at (outer, k) of an operand: [outer, k], or [k, outer].
 template <bool kIsA, bool kUnitK, class T>
 __device__ void load_block(std::uint32_t (&fragments)[4], const T* tile, int stride, int outer,
                            int k, int lane) {
@@ -39,7 +39,7 @@ __device__ void load_block(std::uint32_t (&fragments)[4], const T* tile, int str
   }
 }
 
-/// Four elements along k of an operand in f32.
+/// Loads four elements along k of an f32 operand.
 template <bool kUnitK>
 __device__ float4 load_four(const float* tile, int stride, int outer, int k) {
   if constexpr (kUnitK) {
@@ -50,8 +50,9 @@ __device__ float4 load_four(const float* tile, int stride, int outer, int k) {
   }
 }
 
-/// c += A [m, k] B [k, n]. An operand stands as [m or n, k] if its kUnitK, else as [k, m or n];
-/// strides are multiples of 16 bytes. `kDepth`: of k, a multiple of 16.
+/// c += A [m, k] B [k, n]. An operand is K-major, [m or n, k], where its kUnitK is true, else
+/// MN-major, [k, m or n]; strides are multiples of 16 bytes. `kDepth` is the size of k, a multiple
+/// of 16.
 template <int kDepth, bool kUnitKA, bool kUnitKB, class T, int kM, int kN>
 __device__ void multiply_tile(float (&c)[kM][kN][4], const T* a, int a_stride, const T* b,
                               int b_stride) {
@@ -110,8 +111,8 @@ __device__ void multiply_tile(float (&c)[kM][kN][4], const T* a, int a_stride, c
   }
 }
 
-/// c += the terms a(m, k) b(k, n) for which counts(m, k), one by one: for elements that are not
-/// finite, of which a product with 0 is not 0.
+/// c += the terms a(m, k) b(k, n) for which counts(m, k), one by one. It is for elements that are
+/// not finite: their product with 0 would not be 0.
 template <int kM, int kN, class A, class B, class Counts>
 __device__ void add_terms(float (&c)[kM][kN][4], int depth, A a, B b, Counts counts) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -137,7 +138,7 @@ __device__ void add_terms(float (&c)[kM][kN][4], int depth, A a, B b, Counts cou
   }
 }
 
-/// Stores two neighbours into a tile; `to` is aligned to both.
+/// Stores two neighbours into a tile; `to` is aligned to the pair.
 template <class T>
 __device__ void put_pair(T* to, float first, float second) {
   if constexpr (std::is_same_v<T, float>) {

@@ -1,23 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// The four lanes that share a row of a matrix fragment.
+// Operations of a quad: the four lanes that share a row of a fragment or an accumulator.
 #pragma once
 
 #include <cstdint>
 
 namespace winnow::hopper {
 
+/// The largest of the quad's four values.
 __device__ inline float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+/// The sum of the quad's four values.
 __device__ inline float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-/// Word i of lane c becomes word c of lane i. It turns 16 contiguous bytes a lane into the pairs of
-/// columns that a fragment holds, and back.
+/// Transposes 4 x 4 words: word i of lane c becomes word c of lane i. This turns 16 contiguous
+/// bytes a lane into the pairs of columns that a fragment holds, and back.
 __device__ inline void transpose_in_quad(std::uint32_t (&v)[4]) {
   const bool odd = threadIdx.x & 1;
   const bool high = threadIdx.x & 2;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The accumulators of a product as inline assembly names them: %0 to the last, and their operands.
+// The accumulators of wgmma as inline assembly names them: %0 to the last, and their operands.
 #pragma once
 
 // clang-format off

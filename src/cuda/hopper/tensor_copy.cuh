@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies of boxes of a tensor into shared memory by the copy engine; they arrive at a barrier.
+// TMA: copies of boxes of a tensor into shared memory, which complete at an mbarrier.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@
 
 namespace winnow::hopper {
 
-/// Has the map read before the first copy needs it.
+/// Prefetches a tensor map, so that the first copy does not wait for it.
 __device__ inline void prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-/// From element (column, row) on.
+/// Copies the box that begins at element (column, row).
 __device__ inline void copy_box(void* shared, const CUtensorMap& map, Barrier& barrier, int column,
                                 int row) {
   asm volatile(
@@ -24,7 +24,7 @@ __device__ inline void copy_box(void* shared, const CUtensorMap& map, Barrier& b
       "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
       : "memory");
 }
-/// From element (column, row, plane) on.
+/// Copies the box that begins at element (column, row, plane).
 __device__ inline void copy_box(void* shared, const CUtensorMap& map, Barrier& barrier, int column,
                                 int row, int plane) {
   asm volatile(
@@ -34,7 +34,7 @@ __device__ inline void copy_box(void* shared, const CUtensorMap& map, Barrier& b
       : "memory");
 }
 
-/// From element (column, row, plane, volume) on.
+/// Copies the box that begins at element (column, row, plane, volume).
 __device__ inline void copy_box(void* shared, const CUtensorMap& map, Barrier& barrier, int column,
                                 int row, int plane, int volume) {
   asm volatile(

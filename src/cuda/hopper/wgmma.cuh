@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hopper's asynchronous matrix products: descriptors of shared memory, the shapes in use, their
-// ordering.
+// wgmma, Hopper's asynchronous matrix products: descriptors of shared memory, the shapes in use,
+// and their ordering.
 #pragma once
 
 #include <cstdint>
@@ -15,80 +15,83 @@
 namespace winnow::hopper {
 
 // A tile is some rows of 64 two-byte elements with the 128-byte swizzle: the 16-byte piece c of row
-// r stands at piece c ^ (r % 8). It starts at a multiple of 1024 bytes.
+// r is stored at piece c ^ (r % 8). It starts at a multiple of 1024 bytes.
 inline constexpr int kTileColumns = 64;
 inline constexpr int kTileRowBytes = 128;
 
-/// Byte offset of the 16-byte piece `piece` of row `row` in a tile.
+/// The byte offset of the 16-byte piece `piece` of row `row` in a tile.
 __device__ inline std::uint32_t tile_offset(int row, int piece) {
   return row * kTileRowBytes + ((piece ^ (row & 7)) << 4);
 }
 
-/// An operand whose contracted dimension runs along the rows of a tile (Q, K). The next 16
-/// contracted elements are 32 bytes on, 2 units of the descriptor.
-__device__ inline std::uint64_t row_contracted(std::uint32_t shared_address) {
+/// The descriptor of a K-major operand: k runs along the rows of a tile (Q, K of Q K^T). The next
+/// 16 elements of k are 32 bytes on, 2 units of the descriptor.
+__device__ inline std::uint64_t k_major(std::uint32_t shared_address) {
   constexpr std::uint64_t kEightRows = 1024 >> 4;
   return (std::uint64_t{1} << 62) | (kEightRows << 32) | (std::uint64_t{1} << 16) |
          ((shared_address & 0x3ffff) >> 4);
 }
-inline constexpr std::uint64_t kNext16InRow = 32 >> 4;
+inline constexpr std::uint64_t kNextKMajor = 32 >> 4;
 
-/// An operand whose contracted dimension runs down the rows of tiles, of tile_bytes each, that
-/// stand side by side (V). The next 16 contracted rows are 2048 bytes on.
-__device__ inline std::uint64_t column_contracted(std::uint32_t shared_address,
-                                                  std::uint64_t tile_bytes) {
+/// The descriptor of an MN-major operand: k runs down the rows of tiles, of tile_bytes each, that
+/// are side by side (V of P V). The next 16 elements of k are 16 rows, 2048 bytes on.
+__device__ inline std::uint64_t mn_major(std::uint32_t shared_address, std::uint64_t tile_bytes) {
   constexpr std::uint64_t kEightRows = 1024 >> 4;
   return (std::uint64_t{1} << 62) | (kEightRows << 32) | ((tile_bytes >> 4) << 16) |
          ((shared_address & 0x3ffff) >> 4);
 }
-inline constexpr std::uint64_t kNext16Rows = 2048 >> 4;
+inline constexpr std::uint64_t kNextMnMajor = 2048 >> 4;
 
-/// An operand of 16 contracted elements a row, 32 bytes, with the 32-byte swizzle (P): the 16-byte
-/// piece c of row r stands at piece c ^ (r / 4 % 2). It starts at a multiple of 256 bytes.
-__device__ inline std::uint64_t slice_contracted(std::uint32_t shared_address) {
+/// The descriptor of a K-major operand with 16 elements of k a row, 32 bytes, and the 32-byte
+/// swizzle (P): the 16-byte piece c of row r is stored at piece c ^ (r / 4 % 2). It starts at a
+/// multiple of 256 bytes.
+__device__ inline std::uint64_t k_major_slice(std::uint32_t shared_address) {
   constexpr std::uint64_t kEightRows = 256 >> 4;
   return (std::uint64_t{3} << 62) | (kEightRows << 32) | (std::uint64_t{1} << 16) |
          ((shared_address & 0x3ffff) >> 4);
 }
+/// The byte offset of the 16-byte piece `piece` of row `row` in such an operand.
 __device__ inline std::uint32_t slice_offset(int row, int piece) {
   return row * 32 + ((piece ^ ((row >> 2) & 1)) << 4);
 }
 
-/// Before the first product of a group, after registers that it reads or adds to were written.
+/// Called before the first product of a group, after writes to registers that it reads or
+/// accumulates in.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/// Until at most `kPending` groups of this warp are under way.
+/// Waits until at most `kPending` groups of this warp's products are pending.
 template <int kPending>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-/// Orders ordinary writes to shared memory, this thread's and those it has waited for, before later
-/// products.
-__device__ inline void fence_for_products() {
+/// The proxy fence: makes ordinary writes to shared memory, this thread's and those it has waited
+/// for, visible to later products, which read through the async proxy.
+__device__ inline void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/// Sets the registers of this warpgroup. Even where it changes nothing it tells the compiler what
-/// each role may use.
+/// Raises the registers of this warpgroup to kRegisters a thread. Even where that changes nothing
+/// it tells the compiler what a role may use.
 template <int kRegisters>
-__device__ inline void set_registers() {
+__device__ inline void grow_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-/// Gives registers back, for others to take by set_registers.
+/// Lowers the registers of this warpgroup to kRegisters a thread; other warpgroups can take the
+/// rest by grow_registers.
 template <int kRegisters>
-__device__ inline void lower_registers() {
+__device__ inline void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Accumulators: lane 4g + c of warp w holds, for each 8 columns i, rows 16w + g and 16w + g + 8,
-// columns 8i + 2c and + 1, as d[4i], d[4i + 1] and d[4i + 2], d[4i + 3]. accumulate = 0 overwrites
-// d.
+// Accumulators: of every 8 columns i, lane 4g + c of warp w holds columns 8i + 2c and 8i + 2c + 1,
+// of row 16w + g in d[4i] and d[4i + 1], of row 16w + g + 8 in d[4i + 2] and d[4i + 3]. accumulate
+// = 0 overwrites d.
 
-/// d (64 x 48) += A (64 x 16, registers) * B (48 rows, row_contracted)^T.
+/// d (64 x 48) += A (64 x 16, registers) * B (48 x 16, K-major)^T.
 template <class T>
 __device__ inline void multiply_64x48x16(float (&d)[24], const std::uint32_t (&a)[4],
                                          std::uint64_t b, int accumulate) {
@@ -115,7 +118,7 @@ __device__ inline void multiply_64x48x16(float (&d)[24], const std::uint32_t (&a
   }
 }
 
-/// The same with A (64 x 16, row_contracted) in shared memory.
+/// d (64 x 48) += A (64 x 16, K-major, shared memory) * B (48 x 16, K-major)^T.
 template <class T>
 __device__ inline void multiply_64x48x16(float (&d)[24], std::uint64_t a, std::uint64_t b,
                                          int accumulate) {
@@ -142,9 +145,9 @@ __device__ inline void multiply_64x48x16(float (&d)[24], std::uint64_t a, std::u
   }
 }
 
-/// d (64 x 64) += A (64 x 16) * B (16 x 64), both in shared memory. An operand is row_contracted,
-/// or column_contracted where it is `transposed`.
-template <class T, int kATransposed, int kBTransposed>
+/// d (64 x 64) += A (64 x 16) * B (16 x 64), both in shared memory. An operand is K-major, or
+/// MN-major where its template argument is 1.
+template <class T, int kAMnMajor, int kBMnMajor>
 __device__ inline void multiply_64x64x16(float (&d)[32], std::uint64_t a, std::uint64_t b,
                                          int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -156,7 +159,7 @@ __device__ inline void multiply_64x64x16(float (&d)[32], std::uint64_t a, std::u
         "}, %32, %33, p, 1, 1, %35, %36;\n"
         "}\n"
         : WINNOW_OPERANDS_32(d)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kATransposed), "n"(kBTransposed));
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor), "n"(kBMnMajor));
   } else {
     asm volatile(
         "{\n"
@@ -166,11 +169,11 @@ __device__ inline void multiply_64x64x16(float (&d)[32], std::uint64_t a, std::u
         "}, %32, %33, p, 1, 1, %35, %36;\n"
         "}\n"
         : WINNOW_OPERANDS_32(d)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kATransposed), "n"(kBTransposed));
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor), "n"(kBMnMajor));
   }
 }
 
-/// d (64 x 256) += A (64 x 16, slice_contracted) * B (16 rows of four tiles, column_contracted).
+/// d (64 x 256) += A (64 x 16, K-major) * B (16 rows of four tiles, MN-major).
 template <class T>
 __device__ inline void multiply_64x256x16(float (&d)[128], std::uint64_t a, std::uint64_t b,
                                           int accumulate) {
@@ -197,10 +200,10 @@ __device__ inline void multiply_64x256x16(float (&d)[128], std::uint64_t a, std:
   }
 }
 
-/// d (64 x 256) += A * B^T over 32 bytes of contracted elements, both row_contracted.
+/// d (64 x 256) += A * B^T over 32 bytes of k, both operands K-major.
 template <class T>
-__device__ inline void multiply_64x256_rows(float (&d)[128], std::uint64_t a, std::uint64_t b,
-                                            int accumulate) {
+__device__ inline void multiply_64x256_k_major(float (&d)[128], std::uint64_t a, std::uint64_t b,
+                                               int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     asm volatile(
         "{\n"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The indexer's target from attention's lse, for index_target and dense_index_loss.
+// The indexer's target from the lse of attention, for index_target and dense_index_loss.
 #pragma once
 
 #include "cuda/index_loss/head_sum.cuh"
@@ -17,7 +17,7 @@ struct AttentionTarget {
   HeadSums target;  // [tokens, slots]
 };
 
-/// target[t, j] = sum_h p[t, h, j].
+/// Computes target[t, j] = sum_h p[t, h, j].
 void sum_probabilities(const AttentionTarget& call, cudaStream_t stream);
 
 }  // namespace winnow::cuda

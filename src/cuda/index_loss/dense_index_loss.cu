@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warm-up loss: the indexer against dense attention over every row's window, in steps that all
+// The warm-up loss: the indexer against dense attention over every row's window, in steps that the
 // other ops for training the indexer share.
-//   forward   lse of attention over the window; then, for some rows at a time, target and scores of
-//             all keys of their windows in the workspace, and the divergence of both.
-//   backward  target and scores likewise, from the given lse; d_scores in the place of the scores;
-//             the indexer's gradients from them.
-// Attention's products are made twice by forward and once by backward. A row needs 8 bytes of
-// workspace a key; a row's bits do not depend on how many fit.
+// clang-format off
+//   forward   The lse of attention over the window; then, for some rows at a time, target and
+//             scores of all keys of their windows in the workspace, and the divergence of both.
+//   backward  Target and scores likewise, from the given lse; d_scores in place of the scores; the
+//             indexer's gradients from them.
+// clang-format on
+// Forward computes the products of attention twice, backward once. A row needs 8 bytes of workspace
+// a key; its bits do not depend on how many rows fit.
 #include <algorithm>
 #include <cmath>
 
@@ -22,18 +24,18 @@ namespace winnow::cuda {
 namespace {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr std::int64_t kMostRows = 1024;  // at a time: enough for all multiprocessors
+constexpr std::int64_t kMostRows = 1024;  // at a time: enough for all SMs
 
 // ---- lse.
 
-/// A sum of 2^s, as sum * 2^base(largest). NaN and infinities come out as they must.
+/// A sum of 2^s, represented as sum * 2^base(largest). It propagates NaN and infinities.
 struct LogSum {
   float largest = -INFINITY;
   float sum = 0;
 
   __device__ static float base(float largest) { return isinf(largest) ? 0 : largest; }
 
-  /// Measures the sum from a largest that is no smaller.
+  /// Rescales the sum to a largest logit that is no smaller.
   __device__ void raise(float new_largest) {
     if (largest != new_largest) {
       sum *= largest == -INFINITY ? 0 : fast_exp2(base(largest) - base(new_largest));
@@ -47,7 +49,7 @@ struct LogSum {
     other.raise(both);
     sum += other.sum;
   }
-  /// Natural.
+  /// The log of the sum, natural.
   __device__ float lse() const { return (base(largest) + log2f(sum)) * kLn2; }
 };
 
@@ -57,8 +59,8 @@ struct LseStorage {
   LogSum partial[HeadTile<T, kHeads>::kKeyWarps][kHeads];
 };
 
-/// A block has one query row. A lane keeps a sum for each of its heads over the keys that it has;
-/// they are put together at the end.
+/// A block has one query row. A lane keeps a sum over its keys for each of its heads; the sums are
+/// combined at the end.
 template <class T, int kHeads>
 __global__ void __launch_bounds__(kHeadThreads, 3)
     dense_lse_kernel(const __grid_constant__ HeadOperands operands, float* lse,
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
     HeadProducts<T, kHeads> tiles(operands, slots, t, shared.stages);
     LogSum sums[Tile::kHeadBlocks][2];
     for (int tile = 0; tile < tiles.tiles(); ++tile) {
-      typename Tile::Sums products;
+      typename Tile::Accumulator products;
       const auto& stage = tiles.multiply(products);
       bool has_key[Tile::kKeyBlocks][2];
 #pragma unroll
@@ -121,7 +123,7 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
         if (Tile::lane() < 4) shared.partial[Tile::key_warp()][Tile::head(n, e)] = sum;
       }
     }
-    __syncthreads();  // the warps' sums are there; nobody reads the last stage any more
+    __syncthreads();  // the warps' sums are there; no thread reads the last stage any more
     const int h = static_cast<int>(threadIdx.x);
     if (h < operands.heads) {
       LogSum sum = shared.partial[0][h];
@@ -148,8 +150,7 @@ struct WeightedPart {
 
 // ---- What forward and backward share.
 
-/// The windows of all rows, key by key, as keys of the indexer or, from key_offset on, of
-/// attention.
+/// The windows of all rows, key by key: keys of the indexer or, with key_offset, of attention.
 template <class Args>
 SlotLists windows_of(const Args& args, std::int32_t key_offset) {
   return {.begin = data_of<const std::int32_t>(args.begin),
@@ -165,7 +166,7 @@ struct Lists {
   float* target;  // [rows, index_keys]
 };
 
-/// Of one of the two.
+/// Bytes of one of the two lists.
 template <class Args>
 std::size_t list_bytes(const Args& args, std::int64_t rows) {
   return static_cast<std::size_t>(rows * args.index_k.shape[0]) * sizeof(float);
@@ -177,10 +178,10 @@ Lists take_lists(const Args& args, std::int64_t rows, Workspace& workspace) {
   return {workspace.take<float>(elements), workspace.take<float>(elements)};
 }
 
-/// As many rows as `bytes` hold, but one at least.
+/// As many rows as `bytes` hold, but at least one.
 template <class Args>
 std::int64_t rows_within(const Args& args, std::size_t bytes) {
-  const std::size_t slack = 3 * Workspace::kAlignment;  // of two slices and of the beginning
+  const std::size_t slack = 3 * Workspace::kAlignment;  // for two slices and for the start
   const std::size_t row = std::max<std::size_t>(2 * list_bytes(args, 1), 1);
   const std::size_t fitting = bytes > slack ? (bytes - slack) / row : 0;
   const std::int64_t most = std::min(std::max<std::int64_t>(args.q.shape[0], 1), kMostRows);
@@ -188,7 +189,7 @@ std::int64_t rows_within(const Args& args, std::size_t bytes) {
       static_cast<std::int64_t>(std::min(fitting, static_cast<std::size_t>(kMostRows))), 1, most);
 }
 
-/// The same call for the query rows [first, first + rows).
+/// The call restricted to the query rows [first, first + rows).
 template <class Args>
 Args piece_of(Args args, std::int64_t first, std::int64_t rows) {
   for (Tensor* tensor :
@@ -198,7 +199,7 @@ Args piece_of(Args args, std::int64_t first, std::int64_t rows) {
   return args;
 }
 
-/// Scores and target of all keys of all windows.
+/// Computes scores and target of all keys of all windows.
 template <class Args>
 void fill_lists(const Args& args, const Lists& lists, cudaStream_t stream) {
   const std::int64_t stride = args.index_k.shape[0];
@@ -240,7 +241,7 @@ Divergence divergence_of(const Args& args, const Lists& lists) {
 
 struct BackwardPlan {
   std::int64_t rows;  // at a time
-  TermPlan terms;     // if d_index_k is summed in order
+  TermPlan terms;     // of a deterministic d_index_k
   std::size_t bytes;  // of workspace
 };
 
@@ -260,7 +261,7 @@ BackwardPlan plan_with(const DenseIndexLossBackward& args, std::int64_t rows,
               {key_copy_bytes(args.d_index_k), list, list, terms.term_bytes, terms.order_bytes})};
 }
 
-/// What of a plan is within the limit, or is not.
+/// The bytes of a plan that the workspace limit counts.
 std::size_t limited_bytes(const DenseIndexLossBackward& args, const BackwardPlan& plan) {
   return plan.bytes - key_copy_bytes(args.d_index_k);
 }
@@ -268,7 +269,7 @@ std::size_t limited_bytes(const DenseIndexLossBackward& args, const BackwardPlan
 BackwardPlan plan_of(const DenseIndexLossBackward& args, const Execution& execution) {
   const std::size_t limit = execution.workspace_limit;
   const std::size_t for_lists = execution.deterministic ? limit / 2 : limit;
-  // The copy may take another part of an alignment.
+  // The copy of d_index_k may take another part of an alignment.
   const std::size_t aside = std::min(for_lists, Workspace::kAlignment);
   const BackwardPlan plan = plan_with(args, rows_within(args, for_lists - aside), execution);
   return limited_bytes(args, plan) <= limit ? plan : plan_with(args, 1, execution);

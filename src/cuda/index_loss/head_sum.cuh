@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A number for every slot of every query row: the sum over heads of a term of q . k. With the
-// probabilities of attention it is the indexer's target, with weighted positive parts its score.
+// For every slot of every query row the sum over heads of a term of q . k: with the probabilities
+// of attention it is the indexer's target, with weighted positive parts the indexer's score.
 //
-// A block has one query row. Each lane sums the heads that it has, then four lanes and the warps
-// that share a key are added up, always in the same order.
+// A block has one query row. Each lane sums its heads, then the four lanes and the warps that share
+// a key are summed, always in the same order.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace winnow::cuda {
 struct HeadSums {
   float* data;  // [tokens, slots]; 0 for a slot without a key
   std::int64_t stride;
-  bool fills_rows;  // slots behind the last that may hold a key are written too
+  bool fills_rows;  // whether slots past the last that may hold a key are written too
 };
 
 template <class T, int kHeads>
@@ -27,7 +27,7 @@ struct HeadSumStorage {
   float partial[HeadTile<T, kHeads>::kHeadWarps][kTileKeys];
 };
 
-/// Term: of_head(t, h) is a constant of the head, operator()(product, constant) the term.
+/// Term gives a constant of a head by of_head(t, h), and the term by operator()(product, constant).
 template <class T, int kHeads, class Term>
 __global__ void __launch_bounds__(kHeadThreads, 3)
     sum_heads_kernel(const __grid_constant__ HeadOperands operands,
@@ -43,12 +43,12 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
     const std::int64_t t = operands.tokens - 1 - item;  // the longest windows are often the last
     const RowSlots slots = operands.slots.row(t);
     float* const row = sums.data + t * sums.stride;
-    if (thread < kHeads) {  // there for all after the first step's barrier
+    if (thread < kHeads) {  // the first step's barrier makes it visible to all
       shared.constants[thread] = thread < operands.heads ? term.of_head(t, thread) : 0;
     }
     HeadProducts<T, kHeads> tiles(operands, slots, t, shared.stages);
     for (int tile = 0; tile < tiles.tiles(); ++tile) {
-      typename Tile::Sums products;
+      typename Tile::Accumulator products;
       const auto& stage = tiles.multiply(products);
 #pragma unroll
       for (int i = 0; i < Tile::kKeyBlocks; ++i) {
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
           }
         }
       }
-      __syncthreads();  // the partial sums are there; they are used before the next step's barrier
+      __syncthreads();  // the partial sums are there; they are read before the next step's barrier
       const std::int64_t slot = std::int64_t{tile} * kTileKeys + thread;
       if (thread < kTileKeys && slot < slots.count) {
         float sum = 0;
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
   }
 }
 
-/// A pass over some heads of every row; `adds`: to the sums of earlier ones.
+/// Launches a pass over some heads of every row; `adds`: it adds to the sums of earlier passes.
 template <class T, int kHeads, class Term>
 void sum_heads(const HeadOperands& operands, const HeadSums& sums, const Term& term, bool adds,
                cudaStream_t stream) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The indexer's loss: a block goes three times over a row's slots, for the sums of the target and
-// the largest score, for the sum of the exponentials, for loss and gradient. In double: the terms
-// of the loss nearly cancel where the indexer has learnt its target. Bound by the latency of the
-// first read; the others find the row in a cache.
+// The indexer's loss. A block walks over a row's slots three times: for the sum of the target and
+// the largest score, for the sum of the exponentials, for loss and gradient. It computes in double,
+// because the terms of the loss nearly cancel where the indexer has learnt its target. The limit is
+// the latency of the first read; the others hit a cache.
 #include <cmath>
 #include <limits>
 
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
 
     std::int64_t valid = 0;
     double target_sum = 0;
-    float largest = -INFINITY;  // of numbers: NaN comes back in the sum
+    float largest = -INFINITY;  // ignores NaN, which the sum propagates
     for_valid([&](std::int64_t j, float score) {
       ++valid;
       target_sum += target[j];

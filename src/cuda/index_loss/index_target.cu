@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The indexer's target: a head's probability of a key, summed over heads. One product a head and
-// slot (head_products.cuh), one exponential; heads beyond 64 add to what the first have left.
+// The indexer's target: the probability of a key, summed over heads. Every head and slot takes one
+// product (common/head_products.cuh) and one exponential; heads past 64 add to the sums of the
+// first.
 #include <cmath>
 
 #include "core/refusals.h"

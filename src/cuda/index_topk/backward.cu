@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The indexer backward: gradient.cu makes the gradients; here are the memory in which d_k is
-// summed and the limit on it.
+// index_topk, backward: the memory in which d_k is summed, and its limit. gradient.cu computes the
+// gradients.
 #include <algorithm>
 
 #include "core/refusals.h"
@@ -12,7 +12,7 @@ namespace winnow::cuda {
 namespace {
 
 struct Plan {
-  TermPlan terms;     // if d_k is summed in order
+  TermPlan terms;     // of a deterministic d_k
   std::size_t bytes;  // of workspace
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bound that a given number of candidates pass, found by a thread block: a histogram, then a
-// comparison of the few candidates in the bin of the bound. Also what such a block shares.
+// Finding the bound that a given number of candidates pass, by a thread block: a histogram, then a
+// comparison of the few candidates in the bound's bin. Also the shared memory of such a block.
 #pragma once
 
 #include <cstdint>
@@ -13,28 +13,28 @@ inline constexpr int kThreads = 256;
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kBinBits = 10;
 inline constexpr int kBins = 1 << kBinBits;
-inline constexpr std::uint32_t kFew = kThreads;  // that are compared each with all
+inline constexpr std::uint32_t kFew = kThreads;  // so few that each is compared with all
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
-// The image of a score is an unsigned integer in the order of selection: larger first, +0 and -0
-// equal. That of what is never selected, NaN and -inf, is 0.
-__device__ inline std::uint32_t image_of(float score) {
+/// The sort key of a score: an unsigned integer that is larger for scores that are selected first,
+/// and equal for +0 and -0. It is 0 for NaN and -inf, which are never selected.
+__device__ inline std::uint32_t sort_key(float score) {
   const auto bits = __float_as_int(score + 0.0f);
-  const auto image = static_cast<std::uint32_t>(bits ^ (bits >> 31 | INT32_MIN));
-  constexpr std::uint32_t kLeastImage = 0x0080'0000u;  // of the lowest finite number
-  constexpr std::uint32_t kMostImage = 0xff80'0000u;   // of infinity
-  return image - kLeastImage <= kMostImage - kLeastImage ? image : 0;
+  const auto key = static_cast<std::uint32_t>(bits ^ (bits >> 31 | INT32_MIN));
+  constexpr std::uint32_t kLeastSortKey = 0x0080'0000u;  // of the lowest finite number
+  constexpr std::uint32_t kMostSortKey = 0xff80'0000u;   // of infinity
+  return key - kLeastSortKey <= kMostSortKey - kLeastSortKey ? key : 0;
 }
-__device__ inline float score_of(std::uint32_t image) {
-  return __uint_as_float(image & 0x8000'0000u ? image & 0x7fff'ffffu : ~image);
+__device__ inline float score_of(std::uint32_t sort_key) {
+  return __uint_as_float(sort_key & 0x8000'0000u ? sort_key & 0x7fff'ffffu : ~sort_key);
 }
 
-/// Candidates above `image` are kept, and of those equal to it the ones up to number `last`.
+/// Candidates above `sort_key` are kept, and of those equal to it the ones up to number `last`.
 struct Bound {
-  std::uint32_t image;
+  std::uint32_t sort_key;
   std::uint32_t last;
   __device__ bool keeps(std::uint32_t candidate, std::uint32_t number) const {
-    return candidate > image || (candidate == image && number <= last);
+    return candidate > sort_key || (candidate == sort_key && number <= last);
   }
 };
 
@@ -52,7 +52,7 @@ inline constexpr Range kNothing{0xffffffffu, 0};
 inline constexpr Range kEverything{1, 0xffffffffu};
 
 struct SharedStorage {
-  std::uint32_t bins[kBins + 1];  // the last one counts what is none
+  std::uint32_t bins[kBins + 1];  // the last one counts NaN
   std::uint32_t warp_sums[kWarps];
   Range warp_ranges[kWarps];
   std::uint32_t bin, above, of_bin;
@@ -60,7 +60,7 @@ struct SharedStorage {
   Bound bound;
 };
 
-/// The sum over the threads before this one, and of all.
+/// The sum over the threads before this one, and over all threads.
 struct Prefix {
   std::uint32_t before;
   std::uint32_t all;
@@ -89,9 +89,9 @@ __device__ inline Prefix prefix_sum(SharedStorage& shared, std::uint32_t value) 
   return prefix;
 }
 
-/// The lowest and the highest value of all threads.
+/// The lowest and the highest value over all threads.
 __device__ inline Range range_of(SharedStorage& shared, Range own) {
-  __syncthreads();  // the ranges before are used no more
+  __syncthreads();  // all threads have read the previous ranges
   own.low = __reduce_min_sync(kAllLanes, own.low);
   own.high = __reduce_max_sync(kAllLanes, own.high);
   if (threadIdx.x % 32 == 0) shared.warp_ranges[threadIdx.x / 32] = own;
@@ -105,24 +105,25 @@ __device__ inline Range range_of(SharedStorage& shared, Range own) {
   return range;
 }
 
-/// Scores to bins of equal width, in their order. Spreads what most rows hold.
+/// Maps scores to bins of equal width, in their order, which spreads the scores of most rows well.
 class EvenBins {
  public:
   __device__ EvenBins() = default;
   __device__ explicit EvenBins(Range range) : low_(score_of(range.low)) {
     const float width = score_of(range.high) - low_;
     factor_ = (kBins - 1) / width;
-    // Not with infinite scores (-inf makes NaN of the lowest), nor where the quotient overflows.
+    // It does not work with infinite scores (-inf makes the lowest NaN), nor where the quotient
+    // overflows.
     if (!(factor_ > 0 && width <= 3e38f && factor_ <= 3e38f)) factor_ = 0;
   }
   __device__ bool work() const { return factor_ > 0; }
-  /// Of a score in the range. As a float whose last bits are the number of the bin: beside kBase
-  /// there is no room for a fraction, and no conversion is needed. NaN is in bin kBins.
+  /// The position of a score in the range, as a float whose last bits are the number of the bin:
+  /// beside kBase no fraction is left, so no conversion is needed. NaN is in bin kBins.
   __device__ float position(float score) const {
     return fminf(fmaf(score - low_, factor_, kBase), position_of(kBins));
   }
-  /// Of any score; those outside of the range go to the first bin and to the last, NaN to the
-  /// first.
+  /// The position of any score; those outside of the range go to the first and to the last bin, NaN
+  /// to the first.
   __device__ float near_position(float score) const {
     return fminf(fmaxf(fmaf(score - low_, factor_, kBase), kBase), position_of(kBins - 1));
   }
@@ -130,7 +131,7 @@ class EvenBins {
     return __float_as_uint(position) - __float_as_uint(kBase);
   }
   __device__ static float position_of(std::uint32_t bin) { return kBase + static_cast<float>(bin); }
-  /// About the lowest score of a bin.
+  /// The lowest score of a bin, approximately.
   __device__ float lowest(std::uint32_t bin) const {
     return low_ + (static_cast<float>(bin) - 0.5f) / factor_;
   }
@@ -141,8 +142,8 @@ class EvenBins {
   float factor_ = 0;
 };
 
-/// Values to bins, in their order: evenly over the scores at first, then evenly over the values,
-/// which settles as many of their bits as the number of a bin has.
+/// Maps values to bins, in their order: at first evenly over the scores, then evenly over the
+/// values, which settles kBinBits more of their bits each time.
 class Binning {
  public:
   __device__ Binning() = default;
@@ -165,13 +166,13 @@ __device__ inline void clear_bins(SharedStorage& shared) {
   if (threadIdx.x == 0) shared.few = 0;
 }
 
-/// The bin in which the value is that `wanted` values reach, how many are in it and above it; if
-/// there are fewer, only `all`, those in all bins.
+/// The bin of the value that `wanted` values reach, and how many values are in it and above it. If
+/// there are fewer values, only `all`, their number, is set.
 struct WantedBin {
   std::uint32_t bin, of_bin, above, all;
 };
 __device__ inline WantedBin find_bin(SharedStorage& shared, std::uint32_t wanted) {
-  // From the highest bin down.
+  // Threads take bins from the highest down.
   constexpr int kOwn = kBins / kThreads;
   const int highest = kBins - 1 - static_cast<int>(threadIdx.x) * kOwn;
   std::uint32_t own[kOwn];
@@ -196,14 +197,14 @@ __device__ inline WantedBin find_bin(SharedStorage& shared, std::uint32_t wanted
   return {shared.bin, shared.of_bin, shared.above, prefix.all};
 }
 
-// Few enough to compare each with all. They take the place of the bins.
+// Candidates that are few enough to compare each with all; they are stored where the bins were.
 __device__ inline void add_few(SharedStorage& shared, std::uint32_t value, std::uint32_t number) {
   const std::uint32_t to = atomicAdd(&shared.few, 1u);
   shared.bins[to] = value;
   shared.bins[kFew + to] = number;
 }
-/// The bound that `wanted` of `count` pass, when all threads have added theirs. Its last number is
-/// the largest there is if it splits no equal values.
+/// The bound that `wanted` of `count` pass, once all threads have added theirs. Its `last` is
+/// kLastNumber if it splits no equal values.
 __device__ inline Bound bound_of_few(SharedStorage& shared, std::uint32_t count,
                                      std::uint32_t wanted) {
   __syncthreads();
@@ -213,7 +214,7 @@ __device__ inline Bound bound_of_few(SharedStorage& shared, std::uint32_t count,
     std::uint32_t equal_or_above = 0;
     for (std::uint32_t i = 0; i < count; ++i) {
       passing += own.keeps(shared.bins[i], shared.bins[kFew + i]) ? 1 : 0;
-      equal_or_above += shared.bins[i] >= own.image ? 1 : 0;
+      equal_or_above += shared.bins[i] >= own.sort_key ? 1 : 0;
     }
     if (passing == wanted) {
       if (passing == equal_or_above) own.last = kLastNumber;
@@ -225,25 +226,25 @@ __device__ inline Bound bound_of_few(SharedStorage& shared, std::uint32_t count,
 }
 
 /// The bound that exactly `wanted` candidates pass, or all if there are no more. `each(f)` calls
-/// f(image, number) for the candidates of a thread; an image of 0 is none. Of equal ones those with
-/// the smallest numbers pass.
+/// f(sort_key, number) for the candidates of a thread; a sort key of 0 is none. Among equal ones
+/// those with the smallest numbers pass.
 template <class Each>
 __device__ Bound find_bound(SharedStorage& shared, std::uint32_t wanted, Each each) {
-  // First by images. Where all that are left are equal, by numbers: the smallest, which are the
-  // largest of their complements.
+  // First by sort keys. Where all that are left are equal, by numbers: the smallest numbers have
+  // the largest complements.
   bool by_number = false;
   std::uint32_t equal = 0;
   const auto bound_at = [&](std::uint32_t value, std::uint32_t last) {
     return by_number ? Bound{equal, ~value} : Bound{value, last};
   };
-  // What is left: a bin of a range.
+  // What is left is one bin of a range.
   Range range = kEverything;
   Binning binning;
   std::uint32_t bin = 0;
   bool is_first = true;
   const auto each_left = [&](auto use) {
-    each([&](std::uint32_t image, std::uint32_t number) {
-      const std::uint32_t value = !by_number ? image : image == equal ? ~number : 0;
+    each([&](std::uint32_t key, std::uint32_t number) {
+      const std::uint32_t value = !by_number ? key : key == equal ? ~number : 0;
       const bool is_left =
           value >= range.low && value <= range.high && (is_first || binning.bin(value) == bin);
       if (is_left) use(value, number);
@@ -278,7 +279,7 @@ __device__ Bound find_bound(SharedStorage& shared, std::uint32_t wanted, Each ea
     if (found.of_bin > kFew) continue;
     each_left([&](std::uint32_t value, std::uint32_t number) { add_few(shared, value, number); });
     const Bound bound = bound_of_few(shared, found.of_bin, wanted);
-    return bound_at(bound.image, bound.last);
+    return bound_at(bound.sort_key, bound.last);
   }
 }
 

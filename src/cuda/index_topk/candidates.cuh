@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The selection from a row by a thread block: one that has more keys than slots, or whose slots are
-// to stand by score. Its candidates are in registers, in the order of their keys:
-//   short rows  are candidates, all of their keys.
-//   long rows   have more. Keys spread over the row tell a score that is likely below the bound. A
-//               pass over the row marks what reaches it, one bit a key; those are the candidates.
-//   Where that does not do, histograms of the whole row find the bound: with more slots than three
-//   quarters of the registers, where the guess has left fewer candidates than slots or more than
-//   registers, where too many scores are close to the bound, and where any is infinite.
+// The selection from a row by a thread block: a row that has more keys than slots, or whose slots
+// are ordered by score. Its candidates are held in registers, in the order of their keys:
+// clang-format off
+//   short rows  All of their keys are candidates.
+//   long rows   A sample of keys spread over the row gives a score that is likely below the bound.
+//               A pass over the row marks the keys that reach it, one bit each; they are the
+//               candidates.
+// clang-format on
+// Histograms of the whole row find the bound where that fails: with more slots than three quarters
+// of the candidates, where the guess leaves fewer candidates than slots or too many, where too many
+// scores are close to the bound, and where a score is infinite.
 #pragma once
 
 #include <cfloat>
@@ -18,26 +21,25 @@
 
 namespace winnow::cuda::index_topk {
 
-inline constexpr int kBlockKeys = 32 * 4;  // that a warp looks at together, four neighbours a lane
-// Blocks of keys whose marks are in shared memory at a time: few enough for the scores of all rows
-// that are selected from at a time to be in the L2 cache still when those that are marked are read
-// again.
+inline constexpr int kBlockKeys = 32 * 4;  // that a warp reads together, four neighbours a lane
+// Blocks of keys whose marks are in shared memory at a time. They are few enough that the scores of
+// all rows in flight are still in L2 when the marked ones are read again.
 inline constexpr int kMarkedBlocks = 128;
-inline constexpr int kSample = 4;  // fours of a row that each thread looks at first
+inline constexpr int kSample = 4;  // float4 of a row that each thread samples
 inline constexpr int kSampleKeys = kSample * 4 * kThreads;
 
-/// What a block keeps of the row that it selects from.
+/// The shared memory of a block that selects from one row.
 template <int kEach>
 struct RowStorage {
   static constexpr std::uint32_t kMost = kEach * kThreads;  // candidates
   SharedStorage bound;
-  uint4 marks[kMarkedBlocks];   // of keys: bit i of word j is that of key 4 i + j of a block
+  uint4 marks[kMarkedBlocks];   // bit i of word j marks key 4 i + j of a block
   std::uint32_t places[kMost];  // of candidates, in the row
   float scores[kMost];
   std::uint32_t before[kEach * kWarps];  // slots before those of 32 neighbouring candidates
 };
 
-/// The range of all threads' scores. NaN are none.
+/// The range of all threads' scores, without NaN.
 template <int kCount>
 __device__ Range range_of_scores(SharedStorage& shared, const float (&scores)[kCount]) {
   float low = INFINITY;
@@ -47,10 +49,10 @@ __device__ Range range_of_scores(SharedStorage& shared, const float (&scores)[kC
     low = fminf(low, scores[i]);
     high = fmaxf(high, scores[i]);
   }
-  return range_of(shared, low <= high ? Range{image_of(low), image_of(high)} : kNothing);
+  return range_of(shared, low <= high ? Range{sort_key(low), sort_key(high)} : kNothing);
 }
 
-/// Counts scores where `position` has them.
+/// Counts scores in the bins that `position` gives them.
 template <int kCount, class Position>
 __device__ void count_scores(SharedStorage& shared, const float (&scores)[kCount],
                              Position position) {
@@ -60,11 +62,11 @@ __device__ void count_scores(SharedStorage& shared, const float (&scores)[kCount
   }
 }
 
-/// A score that more than topk keys of a row reach, as far as some of them can tell; NaN if they
-/// cannot. Where few of them are numbers it is so low that nearly all become candidates.
+/// A score that, judged by a sample, more than topk keys of the row reach; NaN if the sample cannot
+/// tell. Where few of the sample are numbers it is so low that nearly all keys become candidates.
 __device__ inline float likely_least(SharedStorage& shared, const Row& row, int topk) {
-  // Runs of 16 keys, 64 bytes, at equal distances, in 2^32nds of a run; four lanes have one. More
-  // of them for very long rows.
+  // The sample is runs of 16 keys (64 bytes) at equal distances, counted in 2^-32 of a run; four
+  // lanes read one run. Very long rows have more of them.
   constexpr std::uint32_t kKeysOfRound = 65536;
   const std::uint32_t rounds = (row.count() + kKeysOfRound - 1) / kKeysOfRound;
   const std::uint32_t runs = rounds * kSample * kThreads / 4;
@@ -89,27 +91,27 @@ __device__ inline float likely_least(SharedStorage& shared, const Row& row, int 
     count_scores(shared, scores, [&](float score) { return bins.near_position(score); });
   }
   __syncthreads();
-  // Four standard deviations more than their share.
+  // Four standard deviations more than the expected share.
   const float share = static_cast<float>(topk) * static_cast<float>(rounds * kSampleKeys) /
                       static_cast<float>(row.count());
   const auto wanted = static_cast<std::uint32_t>(share + 4 * sqrtf(share)) + 8;
   return bins.lowest(find_bin(shared, wanted).bin);
 }
 
-/// A bit for each lane and each of its four scores: whether it reaches `least`.
+/// Which of each lane's four scores reach `least`, a bit a lane.
 __device__ inline uint4 reaching(float4 four, float least) {
   return {__ballot_sync(kAllLanes, four.x >= least), __ballot_sync(kAllLanes, four.y >= least),
           __ballot_sync(kAllLanes, four.z >= least), __ballot_sync(kAllLanes, four.w >= least)};
 }
 
-/// Marks keys that reach `least`, of `blocks` blocks from `first` on.
+/// Marks the keys that reach `least` in `blocks` blocks from `first` on.
 __device__ inline void mark(uint4* marks, const Row& row, float least, std::uint32_t first,
                             std::uint32_t blocks) {
   constexpr int kLoads = 8;
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t warp = threadIdx.x / 32;
   const auto* const fours = reinterpret_cast<const float4*>(row.scores + first * kBlockKeys) + lane;
-  // Loads without a condition are on their way together.
+  // Unconditional loads are in flight together.
   const auto mark_all = [&](auto number) {
     float4 loaded[kLoads];
 #pragma unroll
@@ -125,7 +127,7 @@ __device__ inline void mark(uint4* marks, const Row& row, float least, std::uint
   for (std::uint32_t block = 1 + warp; block < last; block += kLoads * kWarps) {
     if (block + (kLoads - 1) * kWarps < last) {
       mark_all([&](int b) { return std::size_t{block} + b * kWarps; });
-    } else {  // the last of them is marked more than once
+    } else {  // the last block is marked more than once
       mark_all([&](int b) { return min(block + b * kWarps, last - 1); });
     }
   }
@@ -139,8 +141,8 @@ __device__ inline void mark(uint4* marks, const Row& row, float least, std::uint
   }
 }
 
-/// All keys that reach `least` become candidates; returns how many they are, or more than kMost if
-/// there are more.
+/// Makes all keys that reach `least` candidates; returns their number, or more than kMost if there
+/// are more than that.
 template <int kEach>
 __device__ std::uint32_t collect(RowStorage<kEach>& shared, const Row& row, float least) {
   std::uint32_t count = 0;
@@ -149,7 +151,7 @@ __device__ std::uint32_t collect(RowStorage<kEach>& shared, const Row& row, floa
     const std::uint32_t blocks = min(all_blocks - first, std::uint32_t{kMarkedBlocks});
     mark(shared.marks, row, least, first, blocks);
     __syncthreads();
-    // A block for each thread.
+    // Each thread takes one block.
     static_assert(kMarkedBlocks <= kThreads);
     const uint4 marks = threadIdx.x < blocks ? shared.marks[threadIdx.x] : uint4{};
     const Prefix prefix = prefix_sum(
@@ -173,9 +175,9 @@ __device__ std::uint32_t collect(RowStorage<kEach>& shared, const Row& row, floa
   return count;
 }
 
-/// Selects from `count` candidates, up to kEach for each thread, in the order of their keys: of its
-/// n-th this thread gets the score by `score(n)` and the key by `key(n)`. Returns how many, or -1
-/// if scores are too close or too far from each other for this.
+/// Selects from `count` candidates, up to kEach a thread, in the order of their keys: `score(n)`
+/// and `key(n)` are those of this thread's n-th. Returns how many were selected, or -1 if the
+/// scores are too close to each other or too far apart for this method.
 template <int kEach, int kMostEach, class Score, class Key>
 __device__ int select_from(RowStorage<kMostEach>& shared, const Slots& slots, std::uint32_t count,
                            Score score, Key key) {
@@ -194,17 +196,17 @@ __device__ int select_from(RowStorage<kMostEach>& shared, const Slots& slots, st
     const WantedBin found = find_bin(shared.bound, slots.topk);
     if (found.all > slots.topk) {
       if (found.of_bin > kFew) return -1;
-      std::uint32_t in_bin = 0;  // a bit for each
+      std::uint32_t in_bin = 0;  // bit n: this thread's n-th is in the bound's bin
 #pragma unroll
       for (int n = 0; n < kEach; ++n) {
         if (bins.position(scores[n]) == EvenBins::position_of(found.bin)) in_bin |= 1u << n;
       }
       for (; in_bin != 0; in_bin &= in_bin - 1) {
         const int n = __ffs(static_cast<int>(in_bin)) - 1;
-        add_few(shared.bound, image_of(score(n)), number(n));
+        add_few(shared.bound, sort_key(score(n)), number(n));
       }
       const Bound bound = bound_of_few(shared.bound, found.of_bin, slots.topk - found.above);
-      least = score_of(bound.image);
+      least = score_of(bound.sort_key);
       if (bound.last != kLastNumber) {
 #pragma unroll
         for (int n = 0; n < kEach; ++n) {
@@ -213,11 +215,11 @@ __device__ int select_from(RowStorage<kMostEach>& shared, const Slots& slots, st
       }
     }
   }
-  // How many are before those of a warp.
+  // Count how many are kept before those of each warp.
   static_assert(kEach * kWarps <= kThreads && kEach <= 32);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   std::uint32_t* const before = shared.before + threadIdx.x / 32;
-  unsigned own = 0;  // lane n: the lanes that keep their n-th
+  unsigned own = 0;  // in lane n: which lanes keep their n-th
 #pragma unroll
   for (int n = 0; n < kEach; ++n) {
     const unsigned lanes = __ballot_sync(kAllLanes, scores[n] >= least);
@@ -239,22 +241,22 @@ __device__ int select_from(RowStorage<kMostEach>& shared, const Slots& slots, st
   return static_cast<int>(prefix.all);
 }
 
-/// Selects from a row for any number of slots and any scores; returns how many.
+/// Selects from a row with any number of slots and any scores; returns how many.
 template <int kEach>
 __device__ int select_many(RowStorage<kEach>& shared, const Row& row, const Slots& slots) {
-  const auto image_at = [&](std::uint32_t i) { return row.sees(i) ? image_of(row.scores[i]) : 0; };
+  const auto key_at = [&](std::uint32_t i) { return row.sees(i) ? sort_key(row.scores[i]) : 0; };
   const Bound bound = find_bound(shared.bound, slots.topk, [&](auto use) {
-    for (std::uint32_t i = threadIdx.x; i < row.count(); i += kThreads) use(image_at(i), i);
+    for (std::uint32_t i = threadIdx.x; i < row.count(); i += kThreads) use(key_at(i), i);
   });
   int written = 0;
   for (std::uint32_t first = 0; first < row.count(); first += kThreads) {
     const std::uint32_t i = first + threadIdx.x;
-    const std::uint32_t image = i < row.count() ? image_at(i) : 0;
-    const bool is_kept = image != 0 && bound.keeps(image, i);
+    const std::uint32_t key = i < row.count() ? key_at(i) : 0;
+    const bool is_kept = key != 0 && bound.keeps(key, i);
     const Prefix prefix = prefix_sum(shared.bound, is_kept ? 1 : 0);
     if (is_kept) {
       slots.set(written + static_cast<int>(prefix.before), row.first + static_cast<int>(i),
-                score_of(image));
+                score_of(key));
     }
     written += static_cast<int>(prefix.all);
   }
@@ -264,20 +266,20 @@ __device__ int select_many(RowStorage<kEach>& shared, const Row& row, const Slot
 /// Selects from a row; returns how many.
 template <int kEach>
 __device__ int select(RowStorage<kEach>& shared, const Row& row, const Slots& slots) {
-  constexpr int kFewer = kEach * 3 / 4;  // as most rows have
+  constexpr int kFewer = kEach * 3 / 4;  // enough for most rows
   const auto select_from_candidates = [&](std::uint32_t count, auto score, auto key) {
     return count <= kFewer * kThreads ? select_from<kFewer>(shared, slots, count, score, key)
                                       : select_from<kEach>(shared, slots, count, score, key);
   };
   int written = -1;
   if (row.count() <= shared.kMost) {
-    // The row may begin with up to three keys before the window.
+    // The scores may begin with up to three keys before the window.
     const int first_key = row.begin + static_cast<int>(threadIdx.x);
     const float* const scores = row.scores + (first_key - row.first);
     written = select_from_candidates(
         row.end - row.begin, [&](int n) { return __ldcg(scores + n * kThreads); },
         [&](int n) { return first_key + n * kThreads; });
-  } else if (slots.topk <= kFewer * kThreads) {  // the guess adds some
+  } else if (slots.topk <= kFewer * kThreads) {  // the guess gives more candidates than slots
     const float least = likely_least(shared.bound, row, slots.topk);
     const std::uint32_t count = can_be_selected(least) ? collect(shared, row, least) : 0;
     if (count >= slots.topk && count <= shared.kMost) {

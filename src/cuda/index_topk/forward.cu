@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// index_topk, forward: rows whose slots need no scores; a plan; then chunk by chunk the scores of
-// some rows and the selection from them.
+// index_topk, forward: first the rows whose slots need no scores, then a plan, then chunk by chunk
+// the scores of some rows and the selection from them.
 //
-// The scores of a chunk are the only large buffer; the workspace limit bounds it. How many rows fit
-// is known on the device alone, since it depends on the windows: so there are as many chunks as the
-// longest windows would need, and those that are not needed end at once.
+// The scores of a chunk are the only large buffer, and the workspace limit bounds it. How many rows
+// fit depends on the windows and is known on the device only. So there are as many chunks as the
+// longest possible windows need, and launches for chunks that are not needed end at once.
 #include <algorithm>
 
 #include <cub/block/block_scan.cuh>
@@ -20,10 +20,10 @@ using namespace index_topk;
 
 constexpr int kPlanThreads = 512;
 
-/// Sizes of the plan's arrays; they follow from the shapes.
+/// The sizes of the plan's arrays, which follow from the shapes.
 struct Sizes {
   std::int64_t groups;
-  std::int64_t group_tiles;  // the most that a group has
+  std::int64_t group_tiles;  // the most that a group can have
   std::int64_t tile_bytes;
   std::int64_t chunk_tiles;
   std::int64_t chunks;
@@ -32,7 +32,7 @@ struct Sizes {
   std::int64_t done;
 
   std::size_t score_bytes() const {
-    // What the last group of a chunk counts for taking it up needs no room.
+    // The set-up tile counted for a chunk's last group stores no scores.
     return static_cast<std::size_t>((chunk_tiles + group_tiles - 1) * tile_bytes);
   }
   std::size_t workspace_bytes() const {
@@ -55,7 +55,7 @@ Sizes sizes_of(const IndexTopkForward& args, int rows_per_group, const Execution
   const std::int64_t all_tiles = std::max<std::int64_t>(sizes.groups * sizes.group_tiles, 1);
   sizes.chunk_tiles = all_tiles;
   sizes.chunks = 1;
-  // More than once, since the array of chunks grows with their number.
+  // Repeated, because the array of chunks grows with their number.
   while (sizes.workspace_bytes() > execution.workspace_limit && sizes.chunk_tiles > 1) {
     const std::size_t over = sizes.workspace_bytes() - execution.workspace_limit;
     const auto over_tiles =
@@ -66,9 +66,9 @@ Sizes sizes_of(const IndexTopkForward& args, int rows_per_group, const Execution
   return sizes;
 }
 
-/// One block: groups, what they take, and which chunk they belong to.
+/// Makes the plan in one block: each group's keys and tiles, and the chunk that it belongs to.
 __global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan) {
-  wait_for_launch_before();
+  wait_for_previous_grid();
   using Scan = cub::BlockScan<std::int64_t, kPlanThreads>;
   __shared__ typename Scan::TempStorage scan;
   std::int64_t before = 0;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan
   }
   if (threadIdx.x == 0) plan.first_tile[plan.groups] = before;
   __syncthreads();
-  // The first group that begins in a chunk or behind it.
+  // Find the first group that begins in a chunk or after it.
   for (int chunk = threadIdx.x; chunk <= plan.chunks; chunk += kPlanThreads) {
     std::int64_t low = 0;
     std::int64_t high = plan.groups;
@@ -147,7 +147,7 @@ void select_all(const IndexTopkForward& args, int rows_per_group, MakeScores mak
     take_whole_windows(args, plan, magnitudes, done, execution);
   }
   launch(index_topk_plan_kernel,
-         {.blocks = 1, .threads = kPlanThreads, .stream = execution.stream, .early = true}, plan);
+         {.blocks = 1, .threads = kPlanThreads, .stream = execution.stream, .pdl = true}, plan);
   const ForChunk scores_of = make_scores(args, plan, execution);
   const ForChunk select_from = select(args, plan, scratch, execution);
   for (int chunk = 0; chunk < plan.chunks; ++chunk) {

@@ -23,7 +23,8 @@ struct IndexGradient {
   KeySums d_k;
 };
 
-/// The formulas of IndexTopkBackward. Without a plan d_k is added to by atomics, with one in order.
+/// Computes the formulas of IndexTopkBackward. Without a plan d_k is summed by atomics, with one
+/// deterministically.
 void index_gradient(const IndexGradient& call, const TermPlan& plan, const TermMemory& memory,
                     cudaStream_t stream);
 

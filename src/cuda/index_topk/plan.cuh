@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// How index_topk cuts its work. Scores of `rows_per_group` neighbouring rows are made together, for
-// all keys that any of them sees, in tiles of 128 keys. Groups stand one behind another in a buffer
-// of bounded size; what does not fit comes in the next chunk. All of it is found on the device,
-// from the windows.
+// How index_topk cuts its work. Scores of `rows_per_group` neighbouring rows are computed together,
+// for all keys that any of them sees, in tiles of 128 keys. Groups follow each other in a buffer of
+// bounded size; what does not fit is left to the next chunk. The plan is made on the device, from
+// the windows.
 //
-// A group that has tiles counts one more, for what a thread block spends on taking up a group: on
-// Hopper about as long as a tile, so that equal numbers are equal work. Its place in the buffer,
-// behind the group's scores, stays empty.
+// A group that has tiles counts one more, its set-up tile, for the time that a thread block spends
+// on starting a group: on Hopper that takes about as long as a tile, so that equal counts are equal
+// work. The set-up tile's place in the buffer, after the group's scores, stays empty.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ inline constexpr int kTileKeys = 128;
 inline constexpr int kMaxRowsPerGroup = 8;
 
 struct Plan {
-  std::int64_t* first_tile;   // [groups + 1]: tiles of the groups before
+  std::int64_t* first_tile;   // [groups + 1]: the number of tiles in earlier groups
   std::int32_t* first_key;    // [groups]: a multiple of 4
   std::int32_t* first_group;  // [chunks + 1]
   float* scores;              // of one chunk
@@ -33,11 +33,11 @@ struct Plan {
   int keys;
   int rows_per_group;
 
-  /// Where the group's scores begin in the buffer: rows_per_group rows of row_width each.
+  /// The group's scores in the buffer: rows_per_group rows of row_width each.
   __device__ float* scores_of_group(std::int64_t group, int chunk) const {
     return scores + (first_tile[group] - chunk * chunk_tiles) * kTileKeys * rows_per_group;
   }
-  /// Of a group that has tiles.
+  /// Scores from one row to the next, of a group that has tiles.
   __device__ std::int64_t row_width(std::int64_t group) const {
     return (first_tile[group + 1] - first_tile[group] - 1) * kTileKeys;
   }
@@ -55,22 +55,22 @@ __device__ inline float positive_part(float x) {
 }
 
 /// The tiles of a chunk that one of `blocks` thread blocks computes: a contiguous and equal part,
-/// group by group.
+/// one group after another.
 class Share {
  public:
-  /// `lane` of a full warp; all lanes get the same.
+  /// Called by all lanes of a warp; they get the same share.
   __device__ Share(const Plan& plan, int chunk, int block, int blocks, int lane) : plan_(plan) {
     const std::int64_t first_group = plan.first_group[chunk];
-    const std::int64_t behind_group = plan.first_group[chunk + 1];
+    const std::int64_t end_group = plan.first_group[chunk + 1];
     const std::int64_t first = plan.first_tile[first_group];
-    const std::int64_t count = plan.first_tile[behind_group] - first;
+    const std::int64_t count = plan.first_tile[end_group] - first;
     tile_ = first + count * block / blocks;
-    behind_ = first + count * (block + 1) / blocks;
+    end_ = first + count * (block + 1) / blocks;
     if (empty()) return;
-    // The last group that begins at or before the tile. A group without tiles begins where the
-    // next one does, so that the last has some.
+    // Find the last group that begins at or before the tile. A group without tiles begins where the
+    // next one does, so the last of them has tiles.
     std::int64_t low = first_group;
-    std::int64_t high = behind_group;
+    std::int64_t high = end_group;
     while (high - low > 1) {
       const std::int64_t step = (high - low + 31) / 32;
       const std::int64_t probe = low + lane * step;
@@ -82,14 +82,14 @@ class Share {
     group_ = low;
   }
 
-  __device__ bool empty() const { return tile_ >= behind_; }
+  __device__ bool empty() const { return tile_ >= end_; }
   __device__ std::int64_t group() const { return group_; }
-  /// The first of this share's tiles of the group, counted from its first keys on, and the one
-  /// behind them. Of its last group a share may have no more than taking it up: 0 and 0.
-  __device__ int first_of_group() const {
+  /// This share's tiles [first, end) of the group, counted from the group's first keys. Of its last
+  /// group a share may have only the set-up tile: then both are 0.
+  __device__ int first_tile_of_group() const {
     return static_cast<int>(max(tile_ - plan_.first_tile[group_] - 1, std::int64_t{0}));
   }
-  __device__ int behind_of_group() const {
+  __device__ int end_tile_of_group() const {
     return static_cast<int>(end_of_group() - plan_.first_tile[group_] - 1);
   }
   __device__ void next_group() {
@@ -103,12 +103,12 @@ class Share {
  private:
   __device__ std::int64_t end_of_group() const {
     const std::int64_t end = plan_.first_tile[group_ + 1];
-    return end < behind_ ? end : behind_;
+    return end < end_ ? end : end_;
   }
 
   const Plan& plan_;
   std::int64_t tile_;
-  std::int64_t behind_;
+  std::int64_t end_;
   std::int64_t group_ = 0;
 };
 

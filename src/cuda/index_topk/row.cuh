@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is selected from and what is selected into: a row of scores and its window, and its slots.
+// A row of scores with its window, from which keys are selected, and the slots that they go to.
 #pragma once
 
 #include <cstddef>
@@ -9,13 +9,13 @@
 
 namespace winnow::cuda::index_topk {
 
-/// Stands for a key outside of the window: never selected.
+/// The score of a key outside of the window: NaN, which is never selected.
 __device__ inline float no_score() { return __uint_as_float(0x7fff'ffffu); }
 
 __device__ inline bool can_be_selected(float score) { return score > -INFINITY; }
 
-/// The pointer, to global memory. Without this the compiler computes it again wherever it is used:
-/// several instructions for each slot, to save two registers.
+/// Keeps a pointer to global memory in registers. Without this the compiler computes it again at
+/// every use, several instructions a slot, to save two registers.
 template <class T>
 __device__ T* held(T* pointer) {
   std::size_t address = __cvta_generic_to_global(pointer);
@@ -31,7 +31,7 @@ __device__ inline void spread(float4 four, float* scores) {
 }
 
 struct Row {
-  const float* scores;  // of key `first` and behind
+  const float* scores;  // from key `first` on
   int first;            // a multiple of 4
   int begin, end;       // the window
   __device__ std::uint32_t count() const { return static_cast<std::uint32_t>(end - first); }
@@ -39,7 +39,7 @@ struct Row {
   __device__ bool sees(std::uint32_t i) const {
     return static_cast<int>(i) >= begin - first && i < count();
   }
-  /// Four neighbours from first + i on, without those outside of the window; i is a multiple of 4.
+  /// Four neighbours from first + i on, with no_score outside of the window; i is a multiple of 4.
   __device__ float4 in_window(float4 four, std::uint32_t i) const {
     if (i > 0 && i + 4 <= count()) return four;
     if (!sees(i)) four.x = no_score();
@@ -48,8 +48,8 @@ struct Row {
     if (!sees(i + 3)) four.w = no_score();
     return four;
   }
-  /// Fours from the places that `place(b)` gives, to be looked at through `in_window`, when all
-  /// loads are on their way.
+  /// Loads four neighbours from each place(b), without looking at any before all loads are issued;
+  /// `in_window` masks them.
   template <int kCount, class Place>
   __device__ void load(float4 (&fours)[kCount], Place place) const {
 #pragma unroll
@@ -67,15 +67,15 @@ __device__ inline Row row_of(const Plan& plan, int chunk, std::int64_t t) {
   Row row{plan.scores_of_group(group, chunk) + t % plan.rows_per_group * plan.row_width(group),
           first, plan.window_begin(t), plan.window_end(t)};
   if (row.end <= row.begin) row.end = row.begin = first;
-  // Nothing before the window is read, but for the rest of its four neighbours.
+  // Nothing before the window is read but the rest of its first four neighbours.
   const int skipped = (row.begin - first) / 4 * 4;
   row.scores = held(row.scores + skipped);
   row.first += skipped;
   return row;
 }
 
-/// values[first], ..., values[count - 1] = value, by a number of threads, in fours where they are
-/// aligned.
+/// Sets values[first], ..., values[count - 1] to `value`, by `threads` threads, four at a time
+/// where they are aligned.
 template <class T>
 __device__ void fill(T* values, int first, int count, T value, int thread, int threads) {
   constexpr int kFour = 4;
@@ -86,11 +86,11 @@ __device__ void fill(T* values, int first, int count, T value, int thread, int t
   const int head = min(static_cast<int>((kFour - address % kFour) % kFour), count - first);
   for (int i = first + thread; i < first + head; i += threads) values[i] = value;
   first += head;
-  const int behind_fours = first + (count - first) / kFour * kFour;
-  for (int i = first + thread * kFour; i < behind_fours; i += threads * kFour) {
+  const int end_of_fours = first + (count - first) / kFour * kFour;
+  for (int i = first + thread * kFour; i < end_of_fours; i += threads * kFour) {
     *reinterpret_cast<Four*>(values + i) = {value, value, value, value};
   }
-  for (int i = behind_fours + thread; i < count; i += threads) values[i] = value;
+  for (int i = end_of_fours + thread; i < count; i += threads) values[i] = value;
 }
 
 struct Slots {
@@ -98,12 +98,12 @@ struct Slots {
   float* scores;  // or null
   int topk;
 
-  /// Unsigned: the address takes one instruction.
+  /// The slot is unsigned, so that its address takes one instruction.
   __device__ void set(std::uint32_t slot, int key, float score) const {
     indices[slot] = key;
-    if (scores != nullptr) scores[slot] = score + 0.0f;  // -0 is 0
+    if (scores != nullptr) scores[slot] = score + 0.0f;  // -0 becomes 0
   }
-  /// Four neighbours.
+  /// Sets four neighbouring slots to four neighbouring keys.
   __device__ void set_four(int slot, int key, const float (&of)[4]) const {
     const auto is_aligned = [&](const auto* values) {
       return reinterpret_cast<std::uintptr_t>(values + slot) % 16 == 0;
@@ -118,7 +118,7 @@ struct Slots {
     *reinterpret_cast<float4*>(scores + slot) = {of[0] + 0.0f, of[1] + 0.0f, of[2] + 0.0f,
                                                  of[3] + 0.0f};
   }
-  /// By all threads of a block, or of a warp.
+  /// Clears the slots from `slot` on, by all threads of a block or of a warp.
   __device__ void clear_from(int slot, int thread, int threads) const {
     fill(indices, slot, topk, -1, thread, threads);
     if (scores != nullptr) fill(scores, slot, topk, -INFINITY, thread, threads);

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of index_topk for every shape and type, on any GPU since compute capability 8.0; and
-// replay, which is the same for keys out of a list.
+// Scores of index_topk for every shape and type, from compute capability 8.0 on; and replay, which
+// is the same for keys from a list.
 //
-// A block has a tile of 128 keys in shared memory, 128 elements of each at a time, and goes over
-// the rows of a group: one row against 128 keys. bf16, f16 and e4m3 (as f16, which holds all of its
-// numbers) go through the tensor cores, 16 heads and 16 keys a warp; f32 through fp32 arithmetic,
-// one key and eight heads a thread. A group's rows reuse the tile where an index row has no more
-// than 128 elements.
+// A block holds a tile of 128 keys in shared memory, 128 elements of each at a time, and walks over
+// the rows of a group, one row against 128 keys. bf16, f16 and e4m3 (as f16, which represents all
+// of its values) use the tensor cores, 16 heads and 16 keys a warp; f32 uses fp32 arithmetic, one
+// key and eight heads a thread. A group's rows reuse the tile where rows have at most 128 elements.
 #include <cstdint>
 #include <type_traits>
 
@@ -24,7 +23,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kHeadsAtOnce = 16;
 static_assert(kWarps * 16 == kTileKeys);
 
-/// What elements are in shared memory and in the products.
+/// The type of elements in shared memory and in the products.
 template <class T>
 using Operand = std::conditional_t<std::is_same_v<T, __nv_fp8_e4m3>, __half, T>;
 
@@ -37,7 +36,7 @@ __device__ Operand<T> operand(T x) {
   }
 }
 
-/// Four banks from one row to the next for f32, so that neighbouring keys do not collide.
+/// f32 rows are padded by four banks, so that neighbouring keys do not conflict.
 template <class T>
 constexpr int kRowElements = kSlice + (std::is_same_v<T, float> ? 4 : kRowPadding);
 
@@ -48,7 +47,7 @@ struct SharedStorage {
   float weights[kHeadsAtOnce];
 };
 
-/// The keys of one tile: key(i) for i < kTileKeys, negative where there is none.
+// The keys of one tile: key(i) for i < kTileKeys, negative where there is none.
 struct Neighbours {
   std::int64_t first;
   int keys;
@@ -56,7 +55,7 @@ struct Neighbours {
 };
 struct Listed {
   const std::int32_t* indices;  // of the tile's slots
-  int slots;                    // that count, from the tile's first on
+  int slots;                    // valid ones, from the tile's first on
   int begin, end;
   __device__ std::int64_t key(int i) const {
     if (i >= slots) return -1;
@@ -72,7 +71,8 @@ class TileScores {
   __device__ TileScores(const ScoreInputs& inputs, SharedStorage<T>& shared, Keys keys)
       : inputs_(inputs), shared_(shared), keys_(keys) {}
 
-  /// `store(i, score)` for every key of the tile; score[t, key(i)], anything where there is no key.
+  /// Calls store(i, score) for every i of the tile: the score of key(i), or anything where there is
+  /// no key.
   template <class Store>
   __device__ void row(std::int64_t t, Store store) {
     float sums[2][2] = {};
@@ -88,7 +88,7 @@ class TileScores {
   }
 
  private:
-  // Tensor cores: lane 4g + c has heads g and g + 8 and keys 2c, 2c + 1 (and those + 8) of the
+  // Tensor cores: lane 4g + c has heads g and g + 8, and keys 2c, 2c + 1, 2c + 8 and 2c + 9 of the
   // warp's 16. f32: a thread has key threadIdx.x % 128 and eight of the 16 heads.
   static constexpr bool kTensorCores = !std::is_same_v<T, float>;
   struct TensorProducts {
@@ -111,22 +111,23 @@ class TileScores {
         const std::int64_t key = keys_.key(row);
         const bool is_there = key >= 0 && d < width;
         shared_.keys[row][d] =
-            is_there ? operand(k[key * inputs_.k_row + slice + d]) : Operand<T>(0.0f);
+            is_there ? operand(k[key * inputs_.k_stride + slice + d]) : Operand<T>(0.0f);
       }
       loaded_ = slice;
     }
-    const T* const q = static_cast<const T*>(inputs_.q) + t * inputs_.q_row;
+    const T* const q = static_cast<const T*>(inputs_.q) + t * inputs_.q_token_stride;
     for (int i = threadIdx.x; i < kHeadsAtOnce * padded; i += kThreads) {
       const int row = i / padded;
       const int d = i % padded;
       const bool is_there = head + row < inputs_.heads && d < width;
-      shared_.query[row][d] =
-          is_there ? operand(q[(head + row) * inputs_.q_head + slice + d]) : Operand<T>(0.0f);
+      shared_.query[row][d] = is_there
+                                  ? operand(q[(head + row) * inputs_.q_head_stride + slice + d])
+                                  : Operand<T>(0.0f);
     }
     if (threadIdx.x < kHeadsAtOnce) {
       const int h = head + static_cast<int>(threadIdx.x);
       shared_.weights[threadIdx.x] =
-          h < inputs_.heads ? inputs_.weights[t * inputs_.weights_row + h] : 0.0f;
+          h < inputs_.heads ? inputs_.weights[t * inputs_.weights_stride + h] : 0.0f;
     }
     __syncthreads();
   }
@@ -169,14 +170,14 @@ class TileScores {
     return key < 0 ? 1.0f : inputs_.k_scale[key];
   }
 
-  /// Where a lane's two neighbouring keys of a pair of products are in the tile.
+  /// The first of a lane's two neighbouring keys in product `pair`, counted in the tile.
   __device__ static int tensor_key(int pair) {
     return static_cast<int>(threadIdx.x) / 32 * 16 + pair * 8 +
            static_cast<int>(threadIdx.x) % 4 * 2;
   }
 
-  /// Only the first `heads` rows of the query are heads; the zeros behind them make NaN of infinite
-  /// keys.
+  /// Adds weight * max(product, 0) of the first `heads` rows. The rows after them are left out,
+  /// because their zeros times an infinite key are NaN.
   __device__ void sum_heads(const Products& products, int heads, float (&sums)[2][2]) {
     if constexpr (kTensorCores) {
       const int g = static_cast<int>(threadIdx.x) % 32 / 4;
@@ -216,7 +217,7 @@ class TileScores {
         }
       }
     } else {
-      __syncthreads();  // the query's rows are used no more
+      __syncthreads();  // all threads are done with the query's rows
       float* const halves = &shared_.query[0][0];
       if (threadIdx.x >= kTileKeys) halves[threadIdx.x - kTileKeys] = sums[0][0];
       __syncthreads();
@@ -229,7 +230,7 @@ class TileScores {
   const ScoreInputs& inputs_;
   SharedStorage<T>& shared_;
   Keys keys_;
-  int loaded_ = -1;  // the slice of the keys that is in shared memory
+  int loaded_ = -1;  // the first element of the keys' slice in shared memory
 };
 
 template <class T>
@@ -238,13 +239,13 @@ __global__ void __launch_bounds__(kThreads)
                              const __grid_constant__ Plan plan, int chunk) {
   extern __shared__ __align__(16) std::byte memory[];
   SharedStorage<T>& shared = *reinterpret_cast<SharedStorage<T>*>(memory);
-  wait_for_launch_before();
+  wait_for_previous_grid();
   for (Share share(plan, chunk, blockIdx.x, gridDim.x, threadIdx.x % 32); !share.empty();
        share.next_group()) {
     const std::int64_t width = plan.row_width(share.group());
     float* const scores_of_rows = plan.scores_of_group(share.group(), chunk);
     const int first_key = plan.first_key[share.group()];
-    for (int tile = share.first_of_group(); tile < share.behind_of_group(); ++tile) {
+    for (int tile = share.first_tile_of_group(); tile < share.end_tile_of_group(); ++tile) {
       const std::int64_t first = std::int64_t{tile} * kTileKeys;
       TileScores<T, Neighbours> scores(inputs, shared, {first_key + first, plan.keys});
       for (int r = 0; r < plan.rows_per_group; ++r) {
@@ -257,31 +258,20 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-struct Replay {
-  const std::int32_t* indices;  // [tokens, topk]
-  const std::int32_t* lengths;  // [tokens], or null
-  const std::int32_t* begin;    // [tokens]
-  const std::int32_t* end;      // [tokens]
-  float* scores;                // [tokens, topk]
-  std::int64_t indices_row, scores_row;
-  std::int64_t tokens, tiles;  // of one row
-  int topk, keys;
-};
-
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     index_topk_replay_kernel(const __grid_constant__ ScoreInputs inputs,
-                             const __grid_constant__ Replay replay) {
+                             const __grid_constant__ ReplayParameters replay) {
   extern __shared__ __align__(16) std::byte memory[];
   SharedStorage<T>& shared = *reinterpret_cast<SharedStorage<T>*>(memory);
   for (std::int64_t item = blockIdx.x; item < replay.tokens * replay.tiles; item += gridDim.x) {
     const std::int64_t t = item / replay.tiles;
     const int first = static_cast<int>(item % replay.tiles) * kTileKeys;
     const int length = replay.lengths == nullptr ? replay.topk : replay.lengths[t];
-    const Listed keys{replay.indices + t * replay.indices_row + first,
+    const Listed keys{replay.indices + t * replay.indices_stride + first,
                       min(length, replay.topk) - first, max(replay.begin[t], 0),
                       min(replay.end[t], replay.keys)};
-    float* const row = replay.scores + t * replay.scores_row + first;
+    float* const row = replay.scores + t * replay.scores_stride + first;
     TileScores<T, Listed> scores(inputs, shared, keys);
     scores.row(t, [&](int i, float score) {
       if (first + i < replay.topk) row[i] = keys.key(i) < 0 ? -INFINITY : score;
@@ -304,7 +294,7 @@ auto with_type(DType dtype, Function function) {
   }
 }
 
-constexpr int kBlocksOfMultiprocessor = 4;
+constexpr int kBlocksPerSm = 4;
 
 }  // namespace
 
@@ -313,28 +303,28 @@ ForChunk scores_general(const IndexTopkForward& args, const Plan& plan,
   return with_type(args.q.dtype, [&]<class T>(T) -> ForChunk {
     const Launcher launch(
         index_topk_scores_kernel<T>,
-        {.blocks = device_properties(args.q.device).multiprocessors * kBlocksOfMultiprocessor,
+        {.blocks = device_properties(args.q.device).multiprocessors * kBlocksPerSm,
          .threads = kThreads,
          .shared_bytes = sizeof(SharedStorage<T>),
          .stream = execution.stream,
-         .early = true});
+         .pdl = true});
     return [=, inputs = score_inputs(args)](int chunk) { launch(inputs, plan, chunk); };
   });
 }
 
 void replay(const IndexTopkForward& args, const Execution& execution) {
   const std::int64_t topk = args.indices.shape[1];
-  const Replay replay{.indices = data_of<const std::int32_t>(args.indices),
-                      .lengths = data_of<const std::int32_t>(args.lengths),
-                      .begin = data_of<const std::int32_t>(args.begin),
-                      .end = data_of<const std::int32_t>(args.end),
-                      .scores = data_of<float>(args.scores),
-                      .indices_row = args.indices.stride[0],
-                      .scores_row = args.scores.stride[0],
-                      .tokens = args.q.shape[0],
-                      .tiles = (topk + kTileKeys - 1) / kTileKeys,
-                      .topk = static_cast<int>(topk),
-                      .keys = static_cast<int>(args.k.shape[0])};
+  const ReplayParameters replay{.indices = data_of<const std::int32_t>(args.indices),
+                                .lengths = data_of<const std::int32_t>(args.lengths),
+                                .begin = data_of<const std::int32_t>(args.begin),
+                                .end = data_of<const std::int32_t>(args.end),
+                                .scores = data_of<float>(args.scores),
+                                .indices_stride = args.indices.stride[0],
+                                .scores_stride = args.scores.stride[0],
+                                .tokens = args.q.shape[0],
+                                .tiles = (topk + kTileKeys - 1) / kTileKeys,
+                                .topk = static_cast<int>(topk),
+                                .keys = static_cast<int>(args.k.shape[0])};
   with_type(args.q.dtype, [&]<class T>(T) {
     launch(index_topk_replay_kernel<T>,
            {.blocks = blocks_for(replay.tokens * replay.tiles, 1),

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The selection of index_topk, exact on every input.
 //
-// What is selected depends on the scores alone, not on the order in which threads come: a bound
-// splits a row's keys, and equal scores at the bound go by key. A warp takes a whole row, which has
-// a slot for each of its keys that are to stand in their order. Others take a thread block each;
-// see candidates.cuh.
+// The result depends on the scores alone, not on the order in which threads run: a bound splits a
+// row's keys, and equal scores at the bound are split by key. A warp handles a whole row, which has
+// a slot for each of its keys, in their order. Every other row takes a thread block; see
+// candidates.cuh.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -15,17 +15,8 @@
 namespace winnow::cuda::index_topk {
 namespace {
 
-struct Outputs {
-  std::int32_t* indices;
-  std::int32_t* lengths;  // or null
-  float* scores;          // or null
-  float* scratch;         // [blocks, topk]: scores to sort by where there is no output for them
-  std::int64_t indices_row, scores_row;
-  int topk;
-  bool by_score;
-};
-
-/// What can be selected of a row that has a slot for each of its keys, by a warp; returns how many.
+/// Selects all that can be selected of a row that has a slot for each key, by a warp; returns how
+/// many.
 __device__ int select_whole(const Row& row, const Slots& slots) {
   constexpr int kLoads = 4;
   const std::uint32_t own = threadIdx.x % 32 * 4;
@@ -59,13 +50,13 @@ __device__ int select_whole(const Row& row, const Slots& slots) {
   return written;
 }
 
-/// Whether the first stands before the second: larger scores first, equal ones by key.
+/// Whether the first key comes before the second: larger scores first, equal ones by key.
 __device__ bool stands_before(float score, int key, float other_score, int other_key) {
   return score > other_score || (score == other_score && key < other_key);
 }
 
-/// Sorts by score: Batcher's merge exchange, whose comparisons for any length are those of the next
-/// power of two within it.
+/// Sorts by score with Batcher's merge exchange. For any length its comparisons are those of the
+/// next power of two that fall within it.
 __device__ void sort_by_score(std::int32_t* keys, float* scores, int count) {
   int top = 1;
   while (top < count) top *= 2;
@@ -94,30 +85,31 @@ __device__ void sort_by_score(std::int32_t* keys, float* scores, int count) {
   __syncthreads();
 }
 
-__device__ Slots slots_of(const Outputs& outputs, std::int64_t t) {
-  float* const scores = outputs.scores != nullptr ? held(outputs.scores + t * outputs.scores_row)
+__device__ Slots slots_of(const SelectOutputs& outputs, std::int64_t t) {
+  float* const scores = outputs.scores != nullptr ? held(outputs.scores + t * outputs.scores_stride)
                         : outputs.by_score
                             ? outputs.scratch + blockIdx.x * std::int64_t{outputs.topk}
                             : nullptr;
-  return {held(outputs.indices + t * outputs.indices_row), scores, outputs.topk};
+  return {held(outputs.indices + t * outputs.indices_stride), scores, outputs.topk};
 }
 
-/// The rows of a chunk.
+/// The rows [first, end) of a chunk.
 struct Rows {
   std::int64_t first;
-  std::int64_t behind;
+  std::int64_t end;
 };
 
-__device__ bool is_whole(const Plan& plan, const Outputs& outputs, std::int64_t t) {
+__device__ bool is_whole(const Plan& plan, const SelectOutputs& outputs, std::int64_t t) {
   return !outputs.by_score && plan.window_end(t) - plan.window_begin(t) <= outputs.topk;
 }
 
-/// The rows that a warp can do, one after another.
-__device__ void select_whole_rows(const Plan& plan, int chunk, const Outputs& outputs, Rows rows) {
+/// Selects from the rows that a warp can handle, one after another.
+__device__ void select_whole_rows(const Plan& plan, int chunk, const SelectOutputs& outputs,
+                                  Rows rows) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t step = std::int64_t{gridDim.x} * kWarps;
   for (std::int64_t t = rows.first + std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-       t < rows.behind; t += step) {
+       t < rows.end; t += step) {
     if (plan.is_done(t) || !is_whole(plan, outputs, t)) continue;
     const Slots slots = slots_of(outputs, t);
     const int written = select_whole(row_of(plan, chunk, t), slots);
@@ -128,7 +120,7 @@ __device__ void select_whole_rows(const Plan& plan, int chunk, const Outputs& ou
 
 template <int kEach>
 __device__ void select_row(RowStorage<kEach>& shared, const Plan& plan, int chunk,
-                           const Outputs& outputs, std::int64_t t) {
+                           const SelectOutputs& outputs, std::int64_t t) {
   const Slots slots = slots_of(outputs, t);
   const int written = select(shared, row_of(plan, chunk, t), slots);
   slots.clear_from(written, static_cast<int>(threadIdx.x), kThreads);
@@ -137,25 +129,26 @@ __device__ void select_row(RowStorage<kEach>& shared, const Plan& plan, int chun
   __syncthreads();
 }
 
-/// kEach: the most candidates of a thread.
+/// kEach: the most candidates that a thread holds.
 template <int kEach>
 __global__ void __launch_bounds__(kThreads, kEach > 16 ? 2 : 4)
     index_topk_select_kernel(const __grid_constant__ Plan plan, int chunk,
-                             const __grid_constant__ Outputs outputs) {
+                             const __grid_constant__ SelectOutputs outputs) {
   extern __shared__ __align__(16) std::byte memory[];
   RowStorage<kEach>& shared = *reinterpret_cast<RowStorage<kEach>*>(memory);
 
-  wait_for_launch_before();
+  wait_for_previous_grid();
   const std::int64_t group_rows = plan.rows_per_group;
   const Rows rows{plan.first_group[chunk] * group_rows,
                   min(plan.first_group[chunk + 1] * group_rows, plan.tokens)};
   select_whole_rows(plan, chunk, outputs, rows);
-  // The block takes every gridDim.x-th of the others. All of its warps look at the next 32.
+  // The block takes every gridDim.x-th of the other rows. All of its warps examine the same 32 rows
+  // at a time.
   const std::int64_t step = gridDim.x;
-  for (std::int64_t first = rows.first + blockIdx.x; first < rows.behind; first += 32 * step) {
+  for (std::int64_t first = rows.first + blockIdx.x; first < rows.end; first += 32 * step) {
     const std::int64_t t = first + threadIdx.x % 32 * step;
-    unsigned own = __ballot_sync(
-        kAllLanes, t < rows.behind && !plan.is_done(t) && !is_whole(plan, outputs, t));
+    unsigned own =
+        __ballot_sync(kAllLanes, t < rows.end && !plan.is_done(t) && !is_whole(plan, outputs, t));
     for (; own != 0; own &= own - 1) {
       const int number = __ffs(static_cast<int>(own)) - 1;
       select_row(shared, plan, chunk, outputs, first + number * step);
@@ -163,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, kEach > 16 ? 2 : 4)
   }
 }
 
-/// Whether 4096 candidates are enough: the guess adds some to the slots.
+/// Whether 4096 candidates are enough; the guess gives more candidates than slots.
 bool has_few_slots(const IndexTopkForward& args) { return args.indices.shape[1] <= 2560; }
 
 std::int64_t blocks_of(const IndexTopkForward& args) {
@@ -179,15 +172,15 @@ ForChunk launcher_for(const IndexTopkForward& args, const Plan& plan, float* scr
                                                           .threads = kThreads,
                                                           .shared_bytes = sizeof(RowStorage<kEach>),
                                                           .stream = execution.stream,
-                                                          .early = true});
-  const Outputs outputs{.indices = data_of<std::int32_t>(args.indices),
-                        .lengths = data_of<std::int32_t>(args.lengths),
-                        .scores = data_of<float>(args.scores),
-                        .scratch = scratch,
-                        .indices_row = args.indices.stride[0],
-                        .scores_row = args.scores ? args.scores.stride[0] : 0,
-                        .topk = static_cast<int>(args.indices.shape[1]),
-                        .by_score = args.order == SlotOrder::by_score};
+                                                          .pdl = true});
+  const SelectOutputs outputs{.indices = data_of<std::int32_t>(args.indices),
+                              .lengths = data_of<std::int32_t>(args.lengths),
+                              .scores = data_of<float>(args.scores),
+                              .scratch = scratch,
+                              .indices_stride = args.indices.stride[0],
+                              .scores_stride = args.scores ? args.scores.stride[0] : 0,
+                              .topk = static_cast<int>(args.indices.shape[1]),
+                              .by_score = args.order == SlotOrder::by_score};
   return [=](int chunk) { launch(plan, chunk, outputs); };
 }
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of index_topk that need no scores: all keys of the window have slots, nobody asked for
-// scores, and magnitudes show that none of them can be NaN or -inf, which are never selected.
+// Rows of index_topk that need no scores: every key of the window has a slot, scores were not asked
+// for, and magnitudes prove that no score can be NaN or -inf, which are never selected.
 //
 // First a warp finds the largest element of each key. Then a warp takes a row: the largest elements
-// of its q and of the keys in its window, and the sum of its weights, bound every score. Bound by
-// memory: q is read once, the indices are written once.
+// of its q and of the keys in its window, and the sum of its weights, bound every score. The limit
+// is the memory bandwidth: q is read once, the indices are written once.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -16,21 +16,13 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBlocksPerMultiprocessor = 4;
+constexpr int kBlocksPerSm = 4;
 constexpr unsigned kAllLanes = 0xffffffffu;
-// Sums of as much, in any order and with their rounding, are finite.
+// Sums up to this bound are finite in any order and with any rounding.
 constexpr float kMostScore = 1e38f;
 
-struct Outputs {
-  std::int32_t* indices;
-  std::int32_t* lengths;  // or null
-  std::uint8_t* done;
-  std::int64_t indices_row;
-  int topk;
-};
-
-/// The largest magnitude of elements that come 16 bytes at a time. Bits without the sign are in the
-/// order of magnitudes, with infinities and NaN above all numbers.
+/// The largest magnitude of elements, taken 16 bytes at a time. Without the sign their bits are in
+/// the order of magnitudes, with infinities and NaN above all finite numbers.
 template <class T>
 class Largest;
 
@@ -85,26 +77,27 @@ __device__ int pieces_of_row(const ScoreInputs& inputs) {
   return inputs.dim * static_cast<int>(sizeof(T)) / static_cast<int>(sizeof(uint4));
 }
 
-/// max(|k|, |scale * k|) of each key: products are taken before their scale or after it.
+/// Computes max(|k|, |scale * k|) of each key, since kernels apply the scale before or after the
+/// products.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     index_topk_key_magnitudes_kernel(const __grid_constant__ ScoreInputs inputs, std::int64_t keys,
                                      float* magnitudes) {
-  wait_for_launch_before();
+  wait_for_previous_grid();
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t step = std::int64_t{gridDim.x} * kWarps;
   for (std::int64_t s = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; s < keys; s += step) {
-    const uint4* const pieces = pieces_of<T>(inputs.k, s * inputs.k_row);
+    const uint4* const pieces = pieces_of<T>(inputs.k, s * inputs.k_stride);
     Largest<T> largest;
     for (int i = lane; i < pieces_of_row<T>(inputs); i += 32) largest.take(pieces[i]);
     const float magnitude = largest.of_warp();
     const float scale = inputs.k_scale != nullptr ? fabsf(inputs.k_scale[s]) : 1.0f;
-    // A NaN of the scale stays.
+    // A scale that is NaN stays NaN.
     if (lane == 0) magnitudes[s] = scale <= 1.0f ? magnitude : magnitude * scale;
   }
 }
 
-/// The largest of the magnitudes, with NaN above all numbers, for a warp.
+/// The largest magnitude in a window, with NaN above all numbers, by a warp.
 __device__ float largest_in_window(const float* magnitudes, int begin, int end) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   std::uint32_t largest = 0;
@@ -115,19 +108,19 @@ __device__ float largest_in_window(const float* magnitudes, int begin, int end) 
   return __uint_as_float(__reduce_max_sync(kAllLanes, largest));
 }
 
-/// Whether no score of the row can be NaN or infinite, for a warp.
+/// Whether no score of the row can be NaN or infinite, by a warp.
 template <class T>
 __device__ bool has_finite_scores(const ScoreInputs& inputs, const float* magnitudes,
                                   std::int64_t t, int begin, int end) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   Largest<T> largest;
-  const uint4* const pieces = pieces_of<T>(inputs.q, t * inputs.q_row);
+  const uint4* const pieces = pieces_of<T>(inputs.q, t * inputs.q_token_stride);
 #pragma unroll 8
   for (int i = lane; i < inputs.heads * pieces_of_row<T>(inputs); i += 32)
     largest.take(__ldcs(pieces + i));
   float weights = 0;
   for (int h = lane; h < inputs.heads; h += 32)
-    weights += fabsf(inputs.weights[t * inputs.weights_row + h]);
+    weights += fabsf(inputs.weights[t * inputs.weights_stride + h]);
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2)
     weights += __shfl_xor_sync(kAllLanes, weights, distance);
@@ -136,7 +129,7 @@ __device__ bool has_finite_scores(const ScoreInputs& inputs, const float* magnit
   return product <= kMostScore && product * weights <= kMostScore;
 }
 
-/// Slots of a row: the keys from begin on, then -1. For a warp.
+/// Writes a row's slots by a warp: `count` keys from `begin` on, then -1.
 __device__ void write_window(std::int32_t* slots, int topk, int begin, int count) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const auto key = [&](int slot) { return slot < count ? begin + slot : -1; };
@@ -152,11 +145,11 @@ __device__ void write_window(std::int32_t* slots, int topk, int begin, int count
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     index_topk_whole_windows_kernel(const __grid_constant__ ScoreInputs inputs,
                                     const __grid_constant__ Plan plan, const float* magnitudes,
-                                    const __grid_constant__ Outputs outputs) {
-  wait_for_launch_before();
+                                    const __grid_constant__ WindowOutputs outputs) {
+  wait_for_previous_grid();
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t step = std::int64_t{gridDim.x} * kWarps;
   for (std::int64_t t = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; t < plan.tokens;
@@ -167,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
         count <= outputs.topk &&
         (count == 0 || has_finite_scores<T>(inputs, magnitudes, t, begin, begin + count));
     if (is_done)
-      write_window(outputs.indices + t * outputs.indices_row, outputs.topk, begin, count);
+      write_window(outputs.indices + t * outputs.indices_stride, outputs.topk, begin, count);
     if (lane != 0) continue;
     outputs.done[t] = is_done;
     if (is_done && outputs.lengths != nullptr) outputs.lengths[t] = count;
@@ -178,25 +171,23 @@ template <class T>
 void launch_for(const IndexTopkForward& args, const Plan& plan, float* magnitudes,
                 std::uint8_t* done, const Execution& execution) {
   const std::int64_t most_blocks =
-      device_properties(args.q.device).multiprocessors * std::int64_t{kBlocksPerMultiprocessor};
+      device_properties(args.q.device).multiprocessors * std::int64_t{kBlocksPerSm};
   const auto blocks = [&](std::int64_t rows) {
     return std::min((rows + kWarps - 1) / kWarps, most_blocks);
   };
   launch(
       index_topk_key_magnitudes_kernel<T>,
-      {.blocks = blocks(plan.keys), .threads = kThreads, .stream = execution.stream, .early = true},
+      {.blocks = blocks(plan.keys), .threads = kThreads, .stream = execution.stream, .pdl = true},
       score_inputs(args), plan.keys, magnitudes);
-  launch(index_topk_whole_windows_kernel<T>,
-         {.blocks = blocks(plan.tokens),
-          .threads = kThreads,
-          .stream = execution.stream,
-          .early = true},
-         score_inputs(args), plan, magnitudes,
-         Outputs{.indices = data_of<std::int32_t>(args.indices),
-                 .lengths = data_of<std::int32_t>(args.lengths),
-                 .done = done,
-                 .indices_row = args.indices.stride[0],
-                 .topk = static_cast<int>(args.indices.shape[1])});
+  launch(
+      index_topk_whole_windows_kernel<T>,
+      {.blocks = blocks(plan.tokens), .threads = kThreads, .stream = execution.stream, .pdl = true},
+      score_inputs(args), plan, magnitudes,
+      WindowOutputs{.indices = data_of<std::int32_t>(args.indices),
+                    .lengths = data_of<std::int32_t>(args.lengths),
+                    .done = done,
+                    .indices_stride = args.indices.stride[0],
+                    .topk = static_cast<int>(args.indices.shape[1])});
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows to e4m3: a warp goes twice over a row, for its largest element and for the quotients; the
-// second time it is in the cache. Four elements a lane where rows allow it. Bound by memory.
+// Quantisation of rows to e4m3. A warp reads a row twice, for its largest element and for the
+// quotients; the second read hits a cache. A lane takes four elements at a time where rows allow
+// it. The limit is the memory bandwidth.
 #include <cmath>
 
 #include <cuda_fp8.h>
@@ -29,7 +30,7 @@ struct Parameters {
   bool power_of_two;
 };
 
-/// kAtOnce elements, which are aligned to all of them.
+/// kAtOnce elements that are loaded or stored by one instruction.
 template <class T, int kAtOnce>
 struct alignas(sizeof(T) * kAtOnce) Elements {
   T of[kAtOnce];
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
       Elements<__nv_fp8_storage_t, kAtOnce> rounded;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        // To nearest even; infinities become the largest number, NaN stays.
+        // Rounds to nearest even; infinities become the largest finite number, NaN stays NaN.
         rounded.of[i] = __nv_cvt_float_to_fp8(static_cast<float>(elements.of[i]) / scale,
                                               __NV_SATFINITE, __NV_E4M3);
       }
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Whether all rows consist of groups of `count` elements that begin at multiples of them.
+/// Whether all rows consist of aligned groups of `count` elements.
 bool has_groups(const Tensor& tensor, std::int64_t count) {
   const std::int64_t bytes = count * element_bytes(tensor.dtype);
   if (reinterpret_cast<std::uintptr_t>(tensor.data) % static_cast<std::uintptr_t>(bytes) != 0) {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sparse attention, backward, for every shape in bf16, f16 and f32, on any GPU since compute
-// capability 8.0, and in the same order in every run where that is asked for.
+// Sparse attention, backward, for every shape in bf16, f16 and f32, from compute capability 8.0 on,
+// and deterministically where that is asked for.
 //
-// By default one launch makes all gradients (backward_general/tile.cuh). In order it
-// is three: d_q; d_sink, a block a head; and piece by piece the terms of slots, which are added to
-// d_kv by common/key_sums.cu. The scores are made twice then, but no piece is bound to whole rows.
+// By default one launch computes all gradients (backward_general/tile.cuh). A deterministic call
+// makes three kinds of launches: d_q; d_sink, a block a head; and piece by piece the terms of
+// slots, which common/key_sums.cu adds to d_kv. The scores are then computed twice, but a piece
+// need not hold whole rows.
 #include <algorithm>
 #include <cstdint>
 
@@ -18,33 +19,31 @@
 namespace winnow::cuda {
 namespace {
 
-using general_backward::KeyGradient;
-using general_backward::Parameters;
-
-// ---- The sink's gradient in order.
+// ---- The deterministic gradient of the sink.
 
 constexpr int kSinkThreads = 1024;
 constexpr int kSinkWarps = kSinkThreads / 32;
 
-/// Of a row, for all lanes of the warp that asks.
+/// Whether a row has keys; all lanes of the calling warp get the answer.
 __device__ bool has_keys(const RowSlots& slots, int lane) {
   for (std::int64_t slot = lane; slot - lane < slots.count; slot += 32) {
-    if (__any_sync(general_backward::kAllLanes, slots.key(slot) >= 0)) return true;
+    if (__any_sync(sparse_attention::backward_general::kAllLanes, slots.key(slot) >= 0))
+      return true;
   }
   return false;
 }
 
-/// A block has a head, a warp every 32nd row.
+/// Sums d_sink over all rows: a block has one head, a warp every 32nd row.
 template <class T>
 __global__ void __launch_bounds__(kSinkThreads)
-    sum_d_sink_kernel(const __grid_constant__ Parameters parameters) {
+    sum_d_sink_kernel(const __grid_constant__ BackwardParameters parameters) {
   __shared__ float reduction[kSinkWarps];
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (std::int64_t h = blockIdx.x; h < parameters.heads; h += gridDim.x) {
     float sum = 0;
     for (std::int64_t t = threadIdx.x / 32; t < parameters.rows; t += kSinkWarps) {
       if (!has_keys(parameters.slots.row(t), lane)) continue;
-      sum += general_backward::numbers_of_head<T>(parameters, t, h).d_sink;
+      sum += sparse_attention::backward_general::constants_of_head<T>(parameters, t, h).d_sink;
     }
     const float total = reduce_block<kSinkThreads>(lane == 0 ? sum : 0, reduction,
                                                    [](float a, float b) { return a + b; });
@@ -63,7 +62,7 @@ struct Tile {
 
 template <class T>
 std::size_t shared_bytes_of(const Tile& tile, int qk_dim, int v_dim) {
-  using namespace general_backward;
+  using namespace sparse_attention::backward_general;
   const std::size_t fixed = tile.heads == 64   ? sizeof(SharedStorage<T, 64>)
                             : tile.heads == 32 ? sizeof(SharedStorage<T, 32>)
                                                : sizeof(SharedStorage<T, 16>);
@@ -72,7 +71,7 @@ std::size_t shared_bytes_of(const Tile& tile, int qk_dim, int v_dim) {
   return fixed + static_cast<std::size_t>(elements) * sizeof(T);
 }
 
-/// The most heads that fit beside a tile, up to those for which a kernel has registers. It does not
+/// The tile with the most heads that fit, up to those for which a kernel has registers. It does not
 /// depend on the number of rows or keys.
 template <class T>
 Tile choose_tile(const SparseAttentionBackward& args) {
@@ -87,7 +86,7 @@ Tile choose_tile(const SparseAttentionBackward& args) {
   int most_heads = 16;
   if (sizeof(T) == 2 && heads > 16) most_heads = heads > 32 && qk_dim <= 512 ? 64 : 32;
   for (int rows = most_heads; rows >= 16; rows /= 2) {
-    // A second stage is worth less than another block on the multiprocessor.
+    // A second stage is worth less than another resident block on the SM.
     const std::size_t most_blocks = rows > 16 ? 2 : qk_dim > 128 ? 3 : 4;
     const auto blocks = [&](const Tile& tile) {
       return std::min(limit / tile.shared_bytes, most_blocks);
@@ -107,11 +106,11 @@ Tile choose_tile(const SparseAttentionBackward& args) {
   return args.q.dtype == DType::f32 ? choose_tile<float>(args) : choose_tile<__half>(args);
 }
 
-using Kernel = void (*)(Parameters);
+using Kernel = void (*)(BackwardParameters);
 
 template <class T>
 Kernel choose_kernel(const Tile& tile, int qk_dim) {
-  using namespace general_backward;
+  using namespace sparse_attention::backward_general;
   const int pairs = (qk_dim + 15) / 16;  // of all warps
   if constexpr (sizeof(T) == 2) {
     if (tile.heads == 64) {
@@ -131,8 +130,8 @@ Kernel choose_kernel(const Tile& tile, int qk_dim) {
                      : sparse_attention_backward_general_kernel<T, 16, 16>;
 }
 
-/// All rows and heads, and no gradient.
-Parameters parameters_of(const SparseAttentionBackward& args, const Tile& tile) {
+/// The parameters for all rows and heads, with no gradient asked for yet.
+BackwardParameters parameters_of(const SparseAttentionBackward& args, const Tile& tile) {
   const std::int64_t heads = args.q.shape[1];
   return {.q = args.q.data,
           .kv = args.kv.data,
@@ -182,8 +181,8 @@ Parameters parameters_of(const SparseAttentionBackward& args, const Tile& tile) 
 }
 
 template <class T>
-void launch_gradients(const Parameters& parameters, const Tile& tile, cudaStream_t stream) {
-  using general_backward::kThreads;
+void launch_gradients(const BackwardParameters& parameters, const Tile& tile, cudaStream_t stream) {
+  using sparse_attention::backward_general::kThreads;
   launch(choose_kernel<T>(tile, parameters.qk_dim),
          {.blocks = std::min(parameters.rows * parameters.groups * parameters.splits, kMaxBlocks),
           .threads = tile.heads == 16 ? kThreads<16> : kThreads<64>,
@@ -192,11 +191,11 @@ void launch_gradients(const Parameters& parameters, const Tile& tile, cudaStream
          parameters);
 }
 
-/// All gradients at once, by atomics.
+/// Computes all gradients in one launch, with atomics.
 template <class T>
 void add_gradients(const SparseAttentionBackward& args, const Tile& tile, const KeySums& d_kv,
                    cudaStream_t stream) {
-  Parameters parameters = parameters_of(args, tile);
+  BackwardParameters parameters = parameters_of(args, tile);
   parameters.d_q = args.d_q.data;
   parameters.d_sink = data_of<float>(args.d_sink);
   parameters.d_kv = d_kv.data;
@@ -211,7 +210,7 @@ template <class T>
 void add_gradients_in_order(const SparseAttentionBackward& args, const Tile& tile,
                             const KeySums& d_kv, const TermPlan& plan, const TermMemory& memory,
                             cudaStream_t stream) {
-  Parameters parameters = parameters_of(args, tile);
+  BackwardParameters parameters = parameters_of(args, tile);
   parameters.d_q = args.d_q.data;
   launch_gradients<T>(parameters, tile, stream);
   parameters.d_q = nullptr;
@@ -225,7 +224,7 @@ void add_gradients_in_order(const SparseAttentionBackward& args, const Tile& til
     parameters.d_sink = nullptr;
   }
 
-  // Enough blocks for all multiprocessors, each with some tiles.
+  // Enough blocks for all SMs, each with some tiles.
   const std::int64_t wanted = 4 * device_properties(args.q.device).multiprocessors;
   const SlotLists slots = parameters.slots;
   const std::int64_t tokens = parameters.rows;
@@ -251,7 +250,7 @@ void add_gradients_in_order(const SparseAttentionBackward& args, const Tile& til
 }
 
 struct Plan {
-  TermPlan terms;     // if d_kv is summed in order
+  TermPlan terms;     // of a deterministic d_kv
   std::size_t bytes;  // of workspace
 };
 

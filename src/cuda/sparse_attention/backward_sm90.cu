@@ -1,20 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse attention, backward, on Hopper: 576/512 and 512/512, bf16 and f16, any number of heads.
 //
-// A thread block takes 64 heads of a query at a time; its rows of q and d_out stay in shared memory
-// while blocks of 64 keys pass. Three warpgroups:
-//   0     gathers a block, S = Q K^T and dP = dO V^T, then P and dS into shared memory; with 576
-//         columns also the gradients of the last 64 (the rope part)
-//   1, 2  dQ += dS K and dKV = dS^T Q + P^T dO of 256 columns each
-// dQ stays in registers; dKV is made 64 columns at a time and added to device memory straight from
-// registers.
+// A thread block takes 64 heads of a query at a time; their rows of q and d_out stay in shared
+// memory while blocks of 64 keys pass. dQ stays in registers; dKV is computed 64 columns at a time
+// and added to device memory straight from the accumulators.
+//
+// clang-format off
+// warpgroup 0         gathers a block; S = Q K^T and dP = dO V^T; then P and dS to shared memory.
+//                     With 576 columns also the gradients of the last 64 (the rope part).
+// warpgroups 1, 2     dQ += dS K and dKV = dS^T Q + P^T dO, 256 columns each
 //
 //   0     | S | P | dP | dS |gather, rope| S | P | dP | dS |gather ...
 //   1, 2  ... dKV, add  ... |dQ| dKV, add | dKV, add | ... |dQ| ...
 //
-// Barriers of a block: scores_full (P and dS are there), kv_free (dQ is done: the next block may
-// come), scores_free (dKV is done: the next P and dS may). Shared memory: q 72, d_out 64, keys 72,
-// P and dS 16 KiB. Runs against the L2 cache, which adds 2304 bytes for every key of a query.
+// barriers of a block scores_full  P and dS are written
+//                     kv_free      dQ is done, so the next block may be gathered
+//                     scores_free  dKV is done, so the next P and dS may be written
+// clang-format on
+//
+// Shared memory: q 72, d_out 64, keys 72, P and dS 16 KiB. The limit is L2, which adds 2304 bytes
+// for every key of a query.
 #include <algorithm>
 #include <cstdint>
 
@@ -30,20 +35,20 @@
 namespace winnow::cuda {
 namespace {
 
-using namespace backward;
+using namespace sparse_attention::backward_sm90;
 
 template <class T, int kTiles, KeyGradients kMode>
 __global__ void __launch_bounds__(kThreads, 1)
     sparse_attention_backward_kernel(const __grid_constant__ CUtensorMap q,
                                      const __grid_constant__ CUtensorMap d_out,
-                                     const __grid_constant__ Params<T> params) {
+                                     const __grid_constant__ BackwardSm90Parameters<T> params) {
   extern __shared__ __align__(1024) std::byte memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   if (threadIdx.x == 0) {
     constexpr int kGradientWarps = 2 * kWarpgroup / 32;
     shared.item_full.init(1);
     shared.item_free.init(kThreads / 32);
-    shared.numbers_full.init(kHeads);
+    shared.constants_full.init(kHeads);
     shared.scores_full.init(kWarpgroup);
     shared.scores_free.init(kGradientWarps);
     shared.kv_free.init(kGradientWarps);
@@ -51,21 +56,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
-    lower_registers<kScoreRegisters>();
+    shrink_registers<kScoreRegisters>();
     compute_scores<T, kTiles, kMode>(params, q, d_out, shared);
   } else {
-    set_registers<kGradientRegisters>();
+    grow_registers<kGradientRegisters>();
     compute_gradients<T, kMode>(params, shared);
   }
 }
 
-/// `rows` are d_kv's, or those of the slots; `d_sink` likewise.
+/// `rows` are those of d_kv or the terms of slots; `d_sink` is summed over rows, or per row beside
+/// terms.
 template <class T, KeyGradients kMode>
 void launch_for(const SparseAttentionBackward& args, float* rows, std::int64_t row_stride,
                 const Tensor& d_sink, const Execution& execution) {
   const auto heads = static_cast<int>(args.q.shape[1]);
-  const int head_blocks = (heads + kHeads - 1) / kHeads;
-  const Params<T> params = {
+  const int head_groups = (heads + kHeads - 1) / kHeads;
+  const BackwardSm90Parameters<T> params = {
       .kv = data_of<const T>(args.kv),
       .out = data_of<const T>(args.out),
       .d_out = data_of<const T>(args.d_out),
@@ -77,25 +83,25 @@ void launch_for(const SparseAttentionBackward& args, float* rows, std::int64_t r
       .d_q = data_of<T>(args.d_q),
       .d_kv = rows,
       .d_sink = data_of<float>(d_sink),
-      .kv_row = args.kv.stride[0],
-      .out_row = args.out.stride[0],
-      .out_head = args.out.stride[1],
-      .d_out_row = args.d_out.stride[0],
-      .d_out_head = args.d_out.stride[1],
-      .indices_row = args.indices.stride[0],
-      .lse_row = args.lse.stride[0],
-      .d_lse_row = args.d_lse ? args.d_lse.stride[0] : 0,
-      .d_q_row = args.d_q.stride[0],
-      .d_q_head = args.d_q.stride[1],
-      .d_kv_row = row_stride,
-      .d_sink_row = d_sink ? d_sink.stride[0] : 0,
+      .kv_stride = args.kv.stride[0],
+      .out_token_stride = args.out.stride[0],
+      .out_head_stride = args.out.stride[1],
+      .d_out_token_stride = args.d_out.stride[0],
+      .d_out_head_stride = args.d_out.stride[1],
+      .indices_stride = args.indices.stride[0],
+      .lse_stride = args.lse.stride[0],
+      .d_lse_stride = args.d_lse ? args.d_lse.stride[0] : 0,
+      .d_q_token_stride = args.d_q.stride[0],
+      .d_q_head_stride = args.d_q.stride[1],
+      .d_kv_stride = row_stride,
+      .d_sink_stride = d_sink ? d_sink.stride[0] : 0,
       .heads = heads,
       .keys = static_cast<int>(args.kv.shape[0]),
       .topk = static_cast<int>(args.indices.shape[1]),
-      .head_blocks = head_blocks,
-      .items = static_cast<int>(args.q.shape[0] * head_blocks),
+      .head_groups = head_groups,
+      .items = static_cast<int>(args.q.shape[0] * head_groups),
       .scale = args.scale,
-      .scale_log2 = args.scale * kLog2e,
+      .scale_log2 = args.scale * kLog2E,
   };
   const bool has_rope = args.q.shape[2] == kMaxTiles * kTileColumns;
   constexpr std::uint32_t kRows = kHeads;
@@ -119,8 +125,8 @@ void start(const SparseAttentionBackward& args, float* rows, std::int64_t row_st
   }
 }
 
-// ---- In a fixed order: some rows' gradients of keys are written down, slot by slot, sorted by key
-// and added; the sink's are written row by row.
+// ---- Deterministic sums: the key gradients of some rows are written as terms, a slot each, sorted
+// by key and added (common/key_sums.cuh); those of the sink are written row by row.
 
 struct OrderedPlan {
   TermPlan terms;
@@ -140,7 +146,7 @@ OrderedPlan plan_in_order(const SparseAttentionBackward& args, const Execution& 
   return plan;
 }
 
-/// `count` elements of a dimension, from `first` on.
+/// The part of a tensor that has `count` elements of a dimension, from `first` on.
 Tensor part_of(Tensor tensor, int dim, std::int64_t first, std::int64_t count) {
   if (!tensor) return tensor;
   tensor.data = static_cast<std::byte*>(tensor.data) +
@@ -163,7 +169,8 @@ SparseAttentionBackward part_of(SparseAttentionBackward args, std::int64_t first
 
 constexpr int kSinkThreads = 256;
 
-/// A block adds up what all rows give to one head, in an order that depends on their number alone.
+/// A block sums what all rows give to one head, in an order that depends on the number of rows
+/// alone.
 __global__ void __launch_bounds__(kSinkThreads)
     add_sinks_kernel(const float* rows, std::int64_t tokens, std::int64_t heads, float* d_sink) {
   __shared__ float sums[kSinkThreads];
@@ -195,7 +202,7 @@ void run_in_order(const SparseAttentionBackward& args, const KeySums& d_kv, Work
                         .indices_stride = args.indices.stride[0],
                         .slots = args.indices.shape[1],
                         .keys = args.kv.shape[0]};
-  // Full waves of thread blocks, where there are any.
+  // Use full waves of thread blocks where the plan holds at least one.
   const std::int64_t wave = device_properties(args.q.device).multiprocessors;
   const std::int64_t rows =
       plan.terms.rows > wave ? plan.terms.rows / wave * wave : plan.terms.rows;

@@ -3,10 +3,12 @@
 //
 // A block of 8 warps computes one query for 8 heads. It walks over the row's slots in tiles of 32
 // keys (fewer where rows are wide), gathered by cp.async or element by element:
-//   scores   a warp has one head, a lane one key; the softmax of a row is one warp's.
-//   values   a thread has every 256th column for all 8 heads, its sums in registers.
-// Three barriers a tile: rows are there; P and the factors are there; rows have been used. Other
-// blocks on the multiprocessor work meanwhile. Limit: the loads from shared memory, two of 16 bytes
+// clang-format off
+//   scores   A warp has one head, a lane one key; one warp computes the softmax of a row.
+//   values   A thread has every 256th column for all 8 heads, in accumulators.
+// clang-format on
+// There are three barriers a tile: rows are there; P and the factors are there; rows have been
+// used. The SM's other block works meanwhile. Limit: the loads from shared memory, two of 16 bytes
 // for four products of the scores.
 #include <algorithm>
 
@@ -15,6 +17,7 @@
 #include "cuda/common/runtime.h"
 #include "cuda/common/softmax.cuh"
 #include "cuda/sparse_attention/kernels.h"
+#include "cuda/sparse_attention/parameters.cuh"
 
 namespace winnow::cuda {
 namespace {
@@ -22,34 +25,11 @@ namespace {
 constexpr int kHeads = 8;
 constexpr int kThreads = kHeads * 32;
 constexpr int kMaxTileKeys = 32;
-constexpr int kColumns = 4;  // of the values, that a thread has: 1024 in all
+constexpr int kColumns = 4;  // of the values, per thread: 1024 in all
 constexpr int kVector = 4;   // elements of a 16-byte copy
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-struct Parameters {
-  const float* q;               // [tokens, heads, qk_dim]
-  const float* kv;              // [keys, qk_dim]
-  const std::int32_t* indices;  // [tokens, topk]
-  const std::int32_t* lengths;  // [tokens], or null
-  const float* sink;            // [heads], or null
-  float* out;                   // [tokens, heads, v_dim]
-  float* lse;                   // [tokens, heads]
-  float* max_logits;            // [tokens, heads], or null
-  std::int64_t q_token_stride, q_head_stride;
-  std::int64_t kv_stride;
-  std::int64_t indices_stride;
-  std::int64_t out_token_stride, out_head_stride;
-  std::int64_t lse_stride;
-  std::int64_t max_logits_stride;
-  std::int64_t tokens;
-  std::int64_t head_groups;
-  std::int32_t heads, keys, topk, qk_dim, v_dim;
-  std::int32_t tile_keys;
-  bool q_aligned, kv_aligned;  // rows at 16-byte boundaries
-  float scale_log2;
-};
-
-/// Behind it stand the tiles of q [kHeads, row_elements] and kv [tile_keys, row_elements].
+/// The tiles of q [kHeads, row_elements] and kv [tile_keys, row_elements] follow it.
 struct alignas(16) SharedStorage {
   float p[kMaxTileKeys][kHeads];
   float factor[kHeads];
@@ -58,7 +38,7 @@ struct alignas(16) SharedStorage {
 /// An odd number of 16-byte pieces, so that eight lanes read eight rows from different banks.
 __host__ __device__ constexpr int row_elements(int qk_dim) { return qk_dim + kVector; }
 
-/// A warp copies one row; null: zeros.
+/// A warp copies one row; null: it writes zeros.
 __device__ void copy_row(float* to, const float* from, int dim, bool aligned, int lane) {
   if (from == nullptr) {
     for (int d = lane; d < dim; d += 32) to[d] = 0;
@@ -82,30 +62,33 @@ __device__ float dot(const float* a, const float* b, int dim) {
   return (sum.x + sum.y) + (sum.z + sum.w);
 }
 
+/// The largest value of the warp's 32 lanes.
 __device__ float warp_max(float x) {
   for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
   return x;
 }
 
+/// The sum over the warp's 32 lanes.
 __device__ float warp_sum(float x) {
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
   return x;
 }
 
 __global__ void __launch_bounds__(kThreads, 2)
-    attend_f32_kernel(const __grid_constant__ Parameters parameters) {
+    attend_f32_kernel(const __grid_constant__ ForwardParameters parameters) {
   extern __shared__ __align__(16) unsigned char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const int stride = row_elements(parameters.qk_dim);
   float* const q_tile = reinterpret_cast<float*>(memory + sizeof(SharedStorage));
   float* const kv_tile = q_tile + kHeads * stride;
+  const float* const kv = static_cast<const float*>(parameters.kv);
 
   const int thread = static_cast<int>(threadIdx.x);
   const int warp = thread / 32;
   const int lane = thread % 32;
 
-  const std::int64_t work_items = parameters.tokens * parameters.head_groups;
-  for (std::int64_t item = blockIdx.x; item < work_items; item += gridDim.x) {
+  const std::int64_t items = parameters.tokens * parameters.head_groups;
+  for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     const std::int64_t t = item / parameters.head_groups;
     const int first_head = static_cast<int>(item % parameters.head_groups) * kHeads;
     const int own_head = first_head + warp;  // in scores
@@ -114,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     int slots = parameters.topk;
     if (parameters.lengths != nullptr) slots = max(0, min(slots, parameters.lengths[t]));
 
-    const float* const q = parameters.q + t * parameters.q_token_stride;
+    const float* const q = static_cast<const float*>(parameters.q) + t * parameters.q_token_stride;
     copy_row(q_tile + warp * stride, has_head ? q + own_head * parameters.q_head_stride : nullptr,
              parameters.qk_dim, parameters.q_aligned, lane);
     float largest = -INFINITY;
@@ -124,14 +107,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (std::int64_t first_slot = 0; first_slot < slots; first_slot += parameters.tile_keys) {
       const auto tile_keys =
           static_cast<int>(min(slots - first_slot, std::int64_t{parameters.tile_keys}));
-      // Each lane has the key of its slot; a warp copies every 8th row.
+      // Each lane has the key of its slot; a warp copies every 8th row of the tile.
       std::int32_t key = lane < tile_keys ? indices[first_slot + lane] : -1;
       if (key >= parameters.keys) key = -1;
       for (int row = warp; row < tile_keys; row += kHeads) {
         const std::int32_t row_key = __shfl_sync(kAllLanes, key, row);
         copy_row(kv_tile + row * stride,
-                 row_key < 0 ? nullptr : parameters.kv + row_key * parameters.kv_stride,
-                 parameters.qk_dim, parameters.kv_aligned, lane);
+                 row_key < 0 ? nullptr : kv + row_key * parameters.kv_stride, parameters.qk_dim,
+                 parameters.kv_aligned, lane);
       }
       commit_copies();
       wait_for_copies<0>();
@@ -192,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     commit_copies();
     wait_for_copies<0>();  // of Q, where there was no tile
     __syncthreads();       // the normalizers are there
-    float* const out = parameters.out + t * parameters.out_token_stride;
+    float* const out = static_cast<float*>(parameters.out) + t * parameters.out_token_stride;
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       if (first_head + h >= parameters.heads) break;
@@ -216,7 +199,7 @@ std::size_t shared_bytes_of(int tile_keys, std::int64_t qk_dim) {
                                      row_elements(static_cast<int>(qk_dim)) * sizeof(float);
 }
 
-/// The most keys that leave room for a second block.
+/// The most keys of a tile that leave room for a second block on the SM.
 int choose_tile_keys(const SparseAttentionForward& args) {
   const auto limit = static_cast<std::size_t>(device_properties(args.q.device).shared_bytes);
   int tile_keys = kMaxTileKeys;
@@ -232,38 +215,12 @@ std::string why_not(const SparseAttentionForward& args, const Execution&) {
 void run(const SparseAttentionForward& args, const Execution& execution) {
   const DeviceGuard guard(args.q.device);
   const int tile_keys = choose_tile_keys(args);
-  const std::int64_t tokens = args.q.shape[0];
-  const std::int64_t heads = args.q.shape[1];
-  const std::int64_t head_groups = (heads + kHeads - 1) / kHeads;
-  const Parameters parameters{.q = data_of<const float>(args.q),
-                              .kv = data_of<const float>(args.kv),
-                              .indices = data_of<const std::int32_t>(args.indices),
-                              .lengths = data_of<const std::int32_t>(args.lengths),
-                              .sink = data_of<const float>(args.sink),
-                              .out = data_of<float>(args.out),
-                              .lse = data_of<float>(args.lse),
-                              .max_logits = data_of<float>(args.max_logits),
-                              .q_token_stride = args.q.stride[0],
-                              .q_head_stride = args.q.stride[1],
-                              .kv_stride = args.kv.stride[0],
-                              .indices_stride = args.indices.stride[0],
-                              .out_token_stride = args.out.stride[0],
-                              .out_head_stride = args.out.stride[1],
-                              .lse_stride = args.lse.stride[0],
-                              .max_logits_stride = args.max_logits.stride[0],
-                              .tokens = tokens,
-                              .head_groups = head_groups,
-                              .heads = static_cast<std::int32_t>(heads),
-                              .keys = static_cast<std::int32_t>(args.kv.shape[0]),
-                              .topk = static_cast<std::int32_t>(args.indices.shape[1]),
-                              .qk_dim = static_cast<std::int32_t>(args.q.shape[2]),
-                              .v_dim = static_cast<std::int32_t>(args.out.shape[2]),
-                              .tile_keys = tile_keys,
-                              .q_aligned = has_aligned_rows(args.q),
-                              .kv_aligned = has_aligned_rows(args.kv),
-                              .scale_log2 = static_cast<float>(args.scale * double{kLog2E})};
+  ForwardParameters parameters = forward_parameters(args, kHeads);
+  parameters.tile_keys = tile_keys;
+  parameters.q_aligned = has_aligned_rows(args.q);
+  parameters.kv_aligned = has_aligned_rows(args.kv);
   launch(attend_f32_kernel,
-         {.blocks = std::min(tokens * head_groups, kMaxBlocks),
+         {.blocks = std::min(parameters.tokens * parameters.head_groups, kMaxBlocks),
           .threads = kThreads,
           .shared_bytes = shared_bytes_of(tile_keys, args.q.shape[2]),
           .stream = execution.stream},

@@ -1,23 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// sparse_attention_forward for Hopper: 576/512 and 512/512, bf16 and fp16.
+// Sparse attention, forward, on Hopper: 576/512 and 512/512, bf16 and f16.
 //
-// A work item is one query and 64 of its heads. Thread blocks stay and take every gridDim.x-th
-// item; what follows runs on from one item into the next without a seam.
+// A work item is one query and 64 of its heads. Thread blocks are persistent and take every
+// gridDim.x-th item; the pipeline runs on from one item into the next.
 //
-// Warpgroup 0, scores: for every block of 48 keys S = Q K^T, online softmax in the log2 domain, P
-// to
-//   shared memory. S of the next block is multiplied while this one's softmax is made. Five of the
-//   nine tiles of Q stay in registers, the others in shared memory.
-// Warpgroups 1 and 2, left and right: out = P V, 256 of the 512 columns each. They also gather:
-// when
-//   a block has been multiplied, the rows of the third one after it are copied into its stage. They
-//   write out while scores is busy with the next item.
+// clang-format off
+// warpgroup 0, scores        For every block of 48 keys: S = Q K^T, online softmax in the log2
+//                            domain, P to shared memory. S of the next block is multiplied during
+//                            the softmax of this one. Five of the nine tiles of Q stay in
+//                            registers, the others in shared memory.
+// warpgroups 1, 2, values    out = P V, 256 of the 512 columns each. They are producers too: when a
+//                            block has been multiplied, they gather the third block after it into
+//                            its stage. They store out while warpgroup 0 is busy with the next
+//                            item.
+//
+// barriers of a stage        full   its rows have landed
+//                            ready  P is written
+//                            free   out has used the stage
+// clang-format on
 //
 // Shared memory: three stages of nine tiles (48 keys x 576 channels; the ninth holds the rope part
 // and, once S is done, P) and four tiles of Q: 194 KiB. Registers: 168 a thread (scores: 80 of Q
-// and twice 24 of S; left and right: 128 of out). Barriers of a stage: full (its rows have landed),
-// ready (P is written), free (out has used it). Runs against the matrix units; next to them stand
-// the instructions of the softmax and, with many keys, the gather.
+// and twice 24 of S; values: 128 of out). The limit is the tensor cores; close to them are the
+// instructions of the softmax and, with many keys, the gather.
 #include <algorithm>
 #include <cstdint>
 
@@ -30,16 +35,16 @@
 namespace winnow::cuda {
 namespace {
 
-using namespace forward;
+using namespace sparse_attention::forward_sm90;
 
 template <class T, int kTiles>
 __global__ void __launch_bounds__(kThreads, 1)
-    sparse_attention_forward_kernel(const __grid_constant__ Params<T> params) {
+    sparse_attention_forward_kernel(const __grid_constant__ ForwardParameters params) {
   extern __shared__ __align__(1024) std::byte memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      // Each arrives for its copies, two of them for the info as well.
+      // Each gathering thread arrives for its copies, two of them for the info as well.
       shared.full[i].init(kGatherThreads + 2);
       shared.ready[i].init(kWarpgroup);
       shared.free[i].init(kGatherThreads / 32);
@@ -48,42 +53,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
-    set_registers<kRegisters>();
+    grow_registers<kRegisters>();
     compute_scores<T, kTiles>(params, shared);
   } else {
-    set_registers<kRegisters>();
+    grow_registers<kRegisters>();
     compute_values<T, kTiles>(params, shared);
   }
 }
 
 template <class T>
 void launch_for(const SparseAttentionForward& args, const Execution& execution) {
-  const auto heads = static_cast<int>(args.q.shape[1]);
-  const int head_blocks = (heads + kHeads - 1) / kHeads;
-  const Params<T> params = {
-      .q = data_of<const T>(args.q),
-      .kv = data_of<const T>(args.kv),
-      .indices = data_of<const std::int32_t>(args.indices),
-      .lengths = data_of<const std::int32_t>(args.lengths),
-      .sink = data_of<const float>(args.sink),
-      .out = data_of<T>(args.out),
-      .lse = data_of<float>(args.lse),
-      .max_logits = data_of<float>(args.max_logits),
-      .q_row = args.q.stride[0],
-      .q_head = args.q.stride[1],
-      .kv_row = args.kv.stride[0],
-      .indices_row = args.indices.stride[0],
-      .out_row = args.out.stride[0],
-      .out_head = args.out.stride[1],
-      .lse_row = args.lse.stride[0],
-      .max_logits_row = args.max_logits.stride[0],
-      .heads = heads,
-      .keys = static_cast<int>(args.kv.shape[0]),
-      .topk = static_cast<int>(args.indices.shape[1]),
-      .head_blocks = head_blocks,
-      .items = static_cast<int>(args.q.shape[0] * head_blocks),
-      .scale_log2 = args.scale * kLog2e,
-  };
+  const ForwardParameters params = forward_parameters(args, kHeads);
   const Launch how = {
       .blocks = std::min(params.items, device_properties(args.q.device).multiprocessors),
       .threads = kThreads,

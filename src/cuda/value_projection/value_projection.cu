@@ -1,21 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// The value projection and its gradients: three products of matrices for each head.
+// The value projection and its gradients: three matrix products for each head.
+// clang-format off
 //   forward  out_v [tokens, head_dim] = out [tokens, v_dim]        w_v [head_dim, v_dim]^T
 //   d_out          [tokens, v_dim]    = d_out_v [tokens, head_dim] w_v
 //   d_w_v          [head_dim, v_dim]  = d_out_v^T                  out,  summed over tokens
-// They are kernels of our own and not a library's: a row's bits must not depend on how many rows
-// there are, and nothing may be set up under a graph's capture.
+// clang-format on
+// The kernels are our own and not a library's, because a row's bits must not depend on the number
+// of rows, and nothing may be set up during a graph's capture.
 //
-// 16-bit types: a block of 8 warps makes 128 x 128 of c, a warp 64 x 32 of it, with 32 of k at a
-// time through four stages of cp.async; operands stand in shared memory as they do outside. Limits:
-// the rate of mma.sync, then shared memory (1.5 cycles a product). f32: 64 x 64 of c by plain
-// fused multiply-adds, 4 x 4 a thread.
+// 16-bit types: a block of 8 warps computes 128 x 128 of c, a warp 64 x 32 of it, with 32 of k at a
+// time through four stages of cp.async; operands have the same layout in shared memory as in device
+// memory. Limits: the rate of mma.sync, then shared memory (1.5 cycles a product). f32: 64 x 64 of
+// c by fused multiply-adds, 4 x 4 a thread.
 #include <algorithm>
 #include <type_traits>
 
 #include "core/refusals.h"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/runtime.h"
+#include "cuda/common/tile_product.cuh"
 #include "cuda/ops.h"
 
 namespace winnow::cuda {
@@ -24,25 +27,25 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kVector = 8;  // 16-bit elements of a 16-byte copy
 
-// ---- What both kernels compute.
+// ---- The products that both kernels compute.
 
-/// A matrix of each head; one of its dimensions has stride 1.
+/// A matrix for each head; one of its dimensions has stride 1.
 struct Operand {
   const void* data;
   std::int64_t head_stride;
   std::int64_t stride;  // of the other dimension
-  bool has_unit_k;      // the dimension with stride 1 is k
-  bool aligned;         // rows at 16-byte boundaries, of whole 16-byte pieces
+  bool has_unit_k;      // K-major: the dimension with stride 1 is k
+  bool aligned;         // rows begin at 16-byte boundaries and are whole 16-byte pieces
 };
 
-/// c[m, n] = sum_k a[m, k] b[k, n] for each head; `adds`: to what is there.
+/// c[m, n] = sum_k a[m, k] b[k, n] for each head; `adds`: it is added to c.
 struct Product {
   Operand a, b;
   std::int64_t m, n, k, heads;
   void* c = nullptr;
   std::int64_t c_head_stride = 0;
   std::int64_t c_stride = 0;
-  bool c_aligned = false;  // pairs of elements at boundaries of a pair
+  bool c_aligned = false;  // pairs of elements are aligned to the pair
   bool adds = false;
 };
 
@@ -50,7 +53,7 @@ struct Corner {
   std::int64_t head, m, n;
 };
 
-/// Tiles of a head follow one another, so that its matrices stay in the cache.
+/// The tiles of a head are consecutive, so that its matrices stay in L2.
 template <int kTile>
 __device__ Corner corner_of(const Product& product, std::int64_t tile) {
   const std::int64_t rows = (product.m + kTile - 1) / kTile;
@@ -71,8 +74,8 @@ constexpr int kStages = 4;
 constexpr int kWarpM = 64;
 constexpr int kWarpN = 32;
 
-/// One operand's part of a stage, as it stands in memory: [kTile, kTileK] where k has stride 1,
-/// else [kTileK, kTile]; rows are padded.
+/// One operand's part of a stage, in the layout of device memory: [kTile, kTileK] where k has
+/// stride 1, else [kTileK, kTile]; rows are padded.
 template <bool kUnitK>
 struct TileShape {
   static constexpr int kRows = kUnitK ? kTile : kTileK;
@@ -87,7 +90,8 @@ struct SharedStorage {
   alignas(16) T b[kStages][TileShape<kUnitKB>::kElements];
 };
 
-/// Copies the tile whose corner is (row, column) of a matrix of rows x columns, zeros past its end.
+/// Copies the tile whose corner is (row, column) of a matrix of rows x columns, with zeros past its
+/// end.
 template <class T, bool kUnitK>
 __device__ void copy_tile(T* tile, const T* matrix, const Operand& operand, std::int64_t row,
                           std::int64_t rows, std::int64_t column, std::int64_t columns) {
@@ -113,23 +117,7 @@ __device__ void copy_tile(T* tile, const T* matrix, const Operand& operand, std:
   }
 }
 
-/// The fragments of the 16 x 16 block at (outer, k) of a tile.
-template <class T, bool kUnitK, bool kIsA>
-__device__ void load_block(std::uint32_t (&fragments)[4], const T* tile, int outer, int k,
-                           int lane) {
-  constexpr int kStride = TileShape<kUnitK>::kStride;
-  // A as [m, k] and B as [k, n] are read rows first, A as [k, m] and B as [n, k] columns first.
-  const BlockOffset offset = kUnitK == kIsA ? rows_first(lane) : columns_first(lane);
-  const T* const row =
-      tile + ((kUnitK ? outer : k) + offset.row) * kStride + (kUnitK ? k : outer) + offset.column;
-  if constexpr (kUnitK) {
-    load_fragments(fragments, row);
-  } else {
-    load_fragments_transposed(fragments, row);
-  }
-}
-
-/// Out is T: overwritten, or float: added to.
+/// Out is T, then c is overwritten, or float, then c is added to.
 template <class T, class Out, bool kUnitKA, bool kUnitKB>
 __global__ void __launch_bounds__(kThreads, 2)
     multiply_kernel(const __grid_constant__ Product product) {
@@ -150,8 +138,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const T* const a = static_cast<const T*>(product.a.data) + corner.head * product.a.head_stride;
     const T* const b = static_cast<const T*>(product.b.data) + corner.head * product.b.head_stride;
 
-    // Every step commits a group, an empty one past the end, so that their number says which are
-    // there.
+    // Every step commits a group, an empty one past the end, so that the number of pending groups
+    // tells which steps have landed.
     const auto start = [&](std::int64_t step) {
       if (step < steps) {
         const std::int64_t k = step * kTileK;
@@ -174,8 +162,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     float c[kBlocksM][kBlocksN * 2][4] = {};
     for (int step = 0; step < kStages - 1; ++step) start(step);
     for (std::int64_t step = 0; step < steps; ++step) {
-      // This step's tiles are there for all; all are done with the step before, whose stage the
-      // next copies take.
+      // This step's tiles are there for all; all are done with the previous step, whose stage the
+      // next copies overwrite.
       wait_for_copies<kStages - 2>();
       __syncthreads();
       start(step + kStages - 1);
@@ -186,12 +174,14 @@ __global__ void __launch_bounds__(kThreads, 2)
         std::uint32_t b_fragments[kBlocksN][4];
 #pragma unroll
         for (int j = 0; j < kBlocksN; ++j) {
-          load_block<T, kUnitKB, false>(b_fragments[j], b_tile, warp_n + j * 16, k, lane);
+          load_block<false, kUnitKB>(b_fragments[j], b_tile, TileShape<kUnitKB>::kStride,
+                                     warp_n + j * 16, k, lane);
         }
 #pragma unroll
         for (int i = 0; i < kBlocksM; ++i) {
           std::uint32_t a_fragments[4];
-          load_block<T, kUnitKA, true>(a_fragments, a_tile, warp_m + i * 16, k, lane);
+          load_block<true, kUnitKA>(a_fragments, a_tile, TileShape<kUnitKA>::kStride,
+                                    warp_m + i * 16, k, lane);
 #pragma unroll
           for (int j = 0; j < kBlocksN; ++j) {
             multiply_add<T>(c[i][j * 2], a_fragments, b_fragments[j][0], b_fragments[j][1]);
@@ -248,7 +238,7 @@ __global__ void __launch_bounds__(kThreads)
                         const Operand& operand, std::int64_t outer, std::int64_t outer_end,
                         std::int64_t k) {
     for (int i = thread; i < kTileKF32 * kTileF32; i += kThreads) {
-      // Neighbouring threads take neighbours in memory.
+      // Neighbouring threads read neighbouring addresses.
       const int tile_k = operand.has_unit_k ? i % kTileKF32 : i / kTileF32;
       const int tile_outer = operand.has_unit_k ? i / kTileKF32 : i % kTileF32;
       const std::int64_t from_k = k + tile_k;
@@ -285,7 +275,7 @@ __global__ void __launch_bounds__(kThreads)
           for (int n = 0; n < kOwn; ++n) c[m][n] = fmaf(a_values[m], b_values[n], c[m][n]);
         }
       }
-      __syncthreads();  // and have been used
+      __syncthreads();  // the tiles have been used
     }
     float* const c_head = static_cast<float*>(product.c) + corner.head * product.c_head_stride;
     for (int m = 0; m < kOwn; ++m) {
@@ -302,7 +292,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- The launchers.
 
-/// Of a tensor [tokens, heads, x] if `by_tokens`, else [heads, rows, x].
+/// The operand of a tensor [tokens, heads, x] if `by_tokens`, else [heads, rows, x].
 Operand operand(const Tensor& tensor, bool by_tokens, bool has_unit_k) {
   const std::int64_t columns = tensor.shape[2];
   return {.data = tensor.data,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pool entries before each document.
+// The number of pool entries before each document.
 //
-// One block walks over the documents, 256 at a time, and adds up their entries; there are
-// few of them beside the rows, and the sum is needed in order.
+// One block walks over the documents, 256 at a time, and computes a prefix sum of their entries:
+// there are few documents beside the rows.
 #include <cub/block/block_scan.cuh>
 
 #include "cuda/windows/documents.cuh"
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
       pool_begins[i] = static_cast<std::int32_t>(clamp(before + begin, 0, kMaxInt32));
     }
     before += entries;
-    __syncthreads();  // the next round's scan writes where this one's is still read
+    __syncthreads();  // the next round's scan overwrites storage that this one may still read
   }
 }
 

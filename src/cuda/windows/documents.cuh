@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a row stands in its packed document, on the device. Offsets that are not legal (negative,
-// decreasing) give some place, but never one outside of the arrays.
+// The place of a row in its packed document, on the device. Illegal offsets (negative, decreasing)
+// give some place, but never one outside of the arrays.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ inline constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max
 struct RowPlace {
   bool in_document = false;
   std::int64_t document_begin = 0;  // its first row
-  std::int64_t real_length = 0;     // its real rows; those behind are padding
-  std::int64_t position = 0;        // of this row in it
+  std::int64_t real_length = 0;     // its real rows; those after them are padding
+  std::int64_t position = 0;        // of the row in its document
   std::int64_t pool_begin = 0;      // its first pool entry, where there are pools
 };
 
@@ -29,7 +29,7 @@ struct Documents {
   const std::int32_t* pool_begins;  // [count], or null: no pools
   std::int64_t count;
 
-  /// The global row of query t; negative: none.
+  /// The global row of query t, or a negative number for none.
   __device__ std::int64_t row(std::int64_t t) const {
     return query_rows != nullptr ? query_rows[t] : t;
   }
@@ -41,13 +41,13 @@ struct Documents {
 
   __device__ RowPlace place(std::int64_t row) const {
     if (count == 0 || row < 0 || row >= padded[count]) return {};
-    std::int64_t i = 0;  // the last document that begins at or before the row: skips empty ones
-    for (std::int64_t behind = count; behind - i > 1;) {
-      const std::int64_t middle = i + (behind - i) / 2;
+    std::int64_t i = 0;  // the last document that begins at or before the row, so no empty one
+    for (std::int64_t end = count; end - i > 1;) {
+      const std::int64_t middle = i + (end - i) / 2;
       if (padded[middle] <= row) {
         i = middle;
       } else {
-        behind = middle;
+        end = middle;
       }
     }
     const std::int64_t begin = padded[i];
@@ -56,12 +56,12 @@ struct Documents {
   }
 };
 
-/// Bytes of workspace that make_documents takes a slice of.
+/// Bytes of the workspace slice that make_documents takes.
 inline std::size_t pool_bytes(const Tensor& cu_seqlens, bool has_pools) {
   return has_pools ? static_cast<std::size_t>(cu_seqlens.shape[0]) * sizeof(std::int32_t) : 0;
 }
 
-/// Counts the pool entries before each document on the stream, if there are pools.
+/// Where there are pools, launches the count of the pool entries before each document.
 Documents make_documents(const Tensor& cu_seqlens, const Tensor& cu_seqlens_padded,
                          const Tensor& query_rows, std::int32_t ratio, bool has_pools,
                          Workspace& workspace, cudaStream_t stream);

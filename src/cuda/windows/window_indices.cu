@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Index lists of a sliding window and pooled entries.
 //
-// A warp makes the list of a row, 32 slots at a time: consecutive rows, then the pool entries that
-// lie in the row's window, closed up by a ballot, then -1. Bound by writing the lists.
+// A warp makes the list of a row, 32 slots at a time: consecutive rows, then the pool entries in
+// the row's window, compacted by a ballot, then -1. The limit is the bandwidth of writing the
+// lists.
 #include "cuda/ops.h"
 #include "cuda/windows/documents.cuh"
 
@@ -36,8 +37,8 @@ __device__ void append_range(std::int32_t* slots, std::int64_t first, std::int64
   }
 }
 
-/// Writes the entries of `ids` in [begin, end) behind `length` slots, as far as topk reaches, and
-/// gives the new length.
+/// Appends the entries of `ids` in [begin, end) after `length` slots, up to topk, and returns the
+/// new length.
 __device__ std::int64_t append_chosen(const Parameters& parameters, std::int32_t* list,
                                       std::int64_t length, const std::int32_t* ids,
                                       std::int64_t begin, std::int64_t end, int lane) {

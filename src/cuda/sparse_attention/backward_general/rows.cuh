@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The general backward kernel's arguments, its numbers of a head, and rows on their way into shared
-// memory.
+// The general backward kernel's constants of a head, and the gather of rows into shared memory.
 #pragma once
 
 #include <cmath>
@@ -8,82 +7,42 @@
 
 #include "cuda/common/mma.cuh"
 #include "cuda/common/row_slots.cuh"
+#include "cuda/sparse_attention/copy_row.cuh"
+#include "cuda/sparse_attention/parameters.cuh"
 
-namespace winnow::cuda::general_backward {
+namespace winnow::cuda::sparse_attention::backward_general {
 
 inline constexpr int kMaxTileKeys = 64;
-inline constexpr int kKeyWarps = kMaxTileKeys / 16;  // that share the heads of a tile
+inline constexpr int kKeyWarps = kMaxTileKeys / 16;  // warps that share the heads of a tile
 inline constexpr int kMaxStages = 2;
-inline constexpr int kLanesPerRow = 8;     // that copy a row together
 inline constexpr int kColumnsAtOnce = 32;  // of d_kv; rows in shared memory are padded to it
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 template <int kHeads>
 inline constexpr int kThreads = kHeads == 16 ? 128 : 256;
 
-/// Where a launch leaves what keys get.
-enum class KeyGradient : std::int32_t {
-  none,
-  added,      // to sums of keys, by atomics
-  stored,     // as terms of slots
-  stored_too  // added to the terms of earlier heads
-};
-
-struct Parameters {
-  const void* q;       // [tokens, heads, qk_dim]
-  const void* kv;      // [keys, qk_dim]
-  const void* out;     // [tokens, heads, v_dim]
-  const void* d_out;   // [tokens, heads, v_dim]
-  const float* sink;   // [heads], or null
-  const float* lse;    // [tokens, heads]
-  const float* d_lse;  // [tokens, heads], or null
-  void* d_q;           // [tokens, heads, qk_dim], or null: not in this launch
-  float* d_kv;         // [keys, qk_dim], or terms [rows, slots, qk_dim]
-  float* d_sink;       // [heads], or null: not in this launch
-  std::int64_t q_token_stride, q_head_stride;
-  std::int64_t kv_stride;
-  std::int64_t out_token_stride, out_head_stride;
-  std::int64_t d_out_token_stride, d_out_head_stride;
-  std::int64_t lse_stride, d_lse_stride;
-  std::int64_t d_q_token_stride, d_q_head_stride;
-  std::int64_t d_kv_stride;
-  SlotLists slots;          // of the rows from first_row on
-  std::int64_t first_row;   // of the launch
-  std::int64_t rows;        // of the launch
-  std::int64_t first_head;  // of the launch
-  std::int64_t groups;      // of heads, in the launch
-  std::int32_t splits;      // of a row's slots between blocks; 1 where there is a d_q
-  std::int64_t heads;
-  std::int32_t qk_dim, v_dim;
-  std::int32_t tile_keys, stages;
-  KeyGradient key_gradient;
-  bool q_aligned, kv_aligned;       // rows at 16-byte boundaries
-  bool out_aligned, d_out_aligned;  // likewise
-  bool d_q_aligned, d_kv_aligned;   // likewise
-  float scale;
-};
-
-/// Of one head: exp(s - lse) is the share of a key among keys; P = share * that, and
-/// dS = (share * dP + offset) * that.
-struct alignas(16) HeadNumbers {
+/// The constants of one head: exp(s - lse) is a key's probability among the keys; P is share times
+/// that, and dS is (share * dP + offset) times that.
+struct alignas(16) HeadConstants {
   float lse;
-  float share;   // exp(lse - L): what the sink leaves to the keys
+  float share;   // exp(lse - L), the part that the sink leaves to the keys
   float offset;  // d_lse - share * delta
-  float d_sink;  // what the sink gets if the query has keys
+  float d_sink;  // the gradient of the sink if the query has keys
 };
 
 __host__ __device__ constexpr int padded_dim(int dim) {
   return (dim + kColumnsAtOnce - 1) / kColumnsAtOnce * kColumnsAtOnce;
 }
-/// Eight rows begin in different banks.
+/// The padding lets eight rows begin in different banks.
 template <class T>
 __host__ __device__ constexpr int row_elements(int dim) {
   return padded_dim(dim) + static_cast<int>(16 / sizeof(T));
 }
 
-// ---- Numbers of a head.
+// ---- The constants of a head.
 
-/// This lane's part of a product of two rows, in the same order whether they are aligned or not.
+/// This lane's part of the dot product of two rows, in the same order whether they are aligned or
+/// not.
 template <class T>
 __device__ float dot_part(const T* a, const T* b, int dim, bool aligned, int lane) {
   constexpr int kVector = 16 / sizeof(T);
@@ -109,10 +68,10 @@ __device__ float dot_part(const T* a, const T* b, int dim, bool aligned, int lan
   return sum;
 }
 
-/// The same for all lanes of the warp that asks.
+/// Computes the constants of a head by a warp; all lanes get them.
 template <class T>
-__device__ HeadNumbers numbers_of_head(const Parameters& parameters, std::int64_t t,
-                                       std::int64_t h) {
+__device__ HeadConstants constants_of_head(const BackwardParameters& parameters, std::int64_t t,
+                                           std::int64_t h) {
   const T* const out = static_cast<const T*>(parameters.out) + t * parameters.out_token_stride +
                        h * parameters.out_head_stride;
   const T* const d_out = static_cast<const T*>(parameters.d_out) +
@@ -122,55 +81,37 @@ __device__ HeadNumbers numbers_of_head(const Parameters& parameters, std::int64_
                static_cast<int>(threadIdx.x) % 32);
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) delta += __shfl_xor_sync(kAllLanes, delta, step);
-  HeadNumbers numbers{
+  HeadConstants constants{
       .lse = parameters.lse[t * parameters.lse_stride + h], .share = 1, .offset = 0, .d_sink = 0};
   if (parameters.sink != nullptr) {
     const float sink = parameters.sink[h];
-    const float lesser = expf(-fabsf(numbers.lse - sink));  // at most 1, as its inverse may not be
+    const float lesser = expf(-fabsf(constants.lse - sink));  // at most 1; its inverse may overflow
     const float larger_share = 1 / (1 + lesser);
     const float lesser_share = lesser / (1 + lesser);
-    const bool keys_are_larger = numbers.lse >= sink;
-    numbers.share = keys_are_larger ? larger_share : lesser_share;
-    // An infinite sink has no gradient: there is none, or out is 0.
-    if (!isinf(sink)) numbers.d_sink = -delta * (keys_are_larger ? lesser_share : larger_share);
+    const bool keys_are_larger = constants.lse >= sink;
+    constants.share = keys_are_larger ? larger_share : lesser_share;
+    // An infinite sink has no gradient: -inf is no sink, and with +inf out is 0.
+    if (!isinf(sink)) constants.d_sink = -delta * (keys_are_larger ? lesser_share : larger_share);
   }
   const float d_lse =
       parameters.d_lse == nullptr ? 0 : parameters.d_lse[t * parameters.d_lse_stride + h];
-  numbers.offset = d_lse - numbers.share * delta;
-  return numbers;
+  constants.offset = d_lse - constants.share * delta;
+  return constants;
 }
 
-// ---- Rows on their way into shared memory.
+// ---- The gather.
 
-/// Eight lanes copy one row; null: zeros.
-template <class T>
-__device__ void copy_row(T* to, const T* from, int dim, bool aligned, int lane) {
-  constexpr int kVector = 16 / sizeof(T);
-  if (from == nullptr) {
-#pragma unroll 1
-    for (int d = lane * kVector; d < dim; d += kLanesPerRow * kVector) {
-      *reinterpret_cast<uint4*>(to + d) = uint4{};
-    }
-  } else if (aligned) {
-    for (int d = lane * kVector; d < dim; d += kLanesPerRow * kVector) {
-      copy_16_bytes_async(to + d, from + d);
-    }
-  } else {
-#pragma unroll 1
-    for (int d = lane; d < dim; d += kLanesPerRow) to[d] = from[d];
-  }
-}
-
-/// The rows of one query's keys, tile by tile.
+/// Gathers the rows of one query's keys, tile by tile.
 template <class T, int kThreadCount>
 class Gather {
  public:
-  __device__ Gather(const Parameters& parameters, const RowSlots& slots, int first_tile)
+  __device__ Gather(const BackwardParameters& parameters, const RowSlots& slots, int first_tile)
       : parameters_(parameters), slots_(slots) {
     load_keys(first_tile);
   }
 
-  /// Copies the rows of a tile, whose keys were loaded a tile before, and loads the next one's.
+  /// Copies the rows of a tile, whose keys were loaded one tile ago, and loads the next tile's
+  /// keys.
   __device__ void start(int tile, T* rows, std::int32_t* keys) {
     const T* const kv = static_cast<const T*>(parameters_.kv);
     has_key_ = false;
@@ -188,7 +129,7 @@ class Gather {
     load_keys(tile + 1);
   }
 
-  /// Whether this thread's part of the tile that was started last has a key.
+  /// Whether this thread's part of the last started tile has a key.
   __device__ bool has_key() const { return has_key_; }
 
  private:
@@ -205,7 +146,7 @@ class Gather {
     }
   }
 
-  const Parameters& parameters_;
+  const BackwardParameters& parameters_;
   const RowSlots& slots_;
   int group_ = static_cast<int>(threadIdx.x) / kLanesPerRow;
   int lane_ = static_cast<int>(threadIdx.x) % kLanesPerRow;
@@ -213,4 +154,4 @@ class Gather {
   std::int32_t next_[kRows];
 };
 
-}  // namespace winnow::cuda::general_backward
+}  // namespace winnow::cuda::sparse_attention::backward_general

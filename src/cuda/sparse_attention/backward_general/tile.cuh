@@ -1,18 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse attention, backward, for every shape and type: the gradients that one query row gives.
 //
-// A block has one query row and 16, 32 or 64 of its heads, whose rows of q and d_out stay in shared
-// memory; 4 or 8 warps. It walks over the row's slots in tiles of 64 keys (fewer where rows are
-// wide):
+// A block of 4 or 8 warps has one query row and 16, 32 or 64 of its heads, whose rows of q and
+// d_out stay in shared memory. It walks over the row's slots in tiles of 64 keys (fewer where rows
+// are wide):
+// clang-format off
 //   gather   8 lanes copy a row by cp.async; a slot without a key is zeros. With two stages the
-//            next tile is on its way during the products of this one.
-//   scores   a warp has 16 keys and 16 or 32 heads: S = Q K^T and dP = dO V^T, then P and dS go to
+//            next tile is in flight during the products of this one.
+//   scores   A warp has 16 keys and 16 or 32 heads: S = Q K^T and dP = dO V^T, then P and dS go to
 //            shared memory, rounded to the type of the inputs.
-//   d_q      += dS K: a warp has all heads and every 4th or 8th 16 columns, its sums in registers.
-//   d_kv     = dS^T Q + P^T dO: a warp has 32 keys and 32 columns at a time; they go to device
-//            memory by atomics, or to terms of their own that are added in order (key_sums.cuh).
-// Two barriers a tile: rows are there and the tile before is done; P and dS are there. Limits: the
-// bandwidth of shared memory (two products a load of 512 bytes), the atomics in the L2 cache.
+//   d_q      += dS K. A warp has all heads and every 4th or 8th block of 16 columns, in
+//            accumulators.
+//   d_kv     = dS^T Q + P^T dO. A warp has 32 keys and 32 columns at a time; they go to device
+//            memory by atomics, or as terms that are summed deterministically
+//            (common/key_sums.cuh).
+// clang-format on
+// There are two barriers a tile: rows are there and the previous tile is done; P and dS are there.
+// Limits: the bandwidth of shared memory (two products a load of 512 bytes), the atomics in L2.
 #pragma once
 
 #include <cmath>
@@ -25,18 +29,18 @@
 #include "cuda/common/tile_product.cuh"
 #include "cuda/sparse_attention/backward_general/rows.cuh"
 
-namespace winnow::cuda::general_backward {
+namespace winnow::cuda::sparse_attention::backward_general {
 
-/// Behind it stand the tiles of q [kHeads, row_elements(qk_dim)], d_out [kHeads,
-/// row_elements(v_dim)] and kv [stages, tile_keys, row_elements(qk_dim)].
+/// The tiles of q [kHeads, row_elements(qk_dim)], d_out [kHeads, row_elements(v_dim)] and kv
+/// [stages, tile_keys, row_elements(qk_dim)] follow it.
 template <class T, int kHeads>
 struct alignas(16) SharedStorage {
   static constexpr int kStride = kMaxTileKeys + 16 / sizeof(T);
 
   alignas(16) T p[kHeads][kStride];
   alignas(16) T d_s[kHeads][kStride];  // times the scale
-  HeadNumbers numbers[kHeads];
-  std::int32_t key[kMaxStages][kMaxTileKeys];  // of each slot; -1: none
+  HeadConstants constants[kHeads];
+  std::int32_t key[kMaxStages][kMaxTileKeys];  // the key of each slot; -1: none
 };
 
 template <class T>
@@ -48,7 +52,7 @@ __device__ float exponential(float x) {
   }
 }
 
-/// `aligned`: to a multiple of 16 bytes.
+/// Adds four neighbours by atomics; `aligned`: they begin at a multiple of 16 bytes.
 __device__ inline void add_four(float* to, const float4& x, bool aligned) {
 #if __CUDA_ARCH__ >= 900
   if (aligned) {
@@ -70,7 +74,7 @@ class RowGradient {
  public:
   using Storage = SharedStorage<T, kHeads>;
 
-  __device__ RowGradient(const Parameters& parameters, unsigned char* memory)
+  __device__ RowGradient(const BackwardParameters& parameters, unsigned char* memory)
       : parameters_(parameters),
         shared_(*reinterpret_cast<Storage*>(memory)),
         stride_(row_elements<T>(parameters.qk_dim)),
@@ -78,15 +82,15 @@ class RowGradient {
         q_tile_(reinterpret_cast<T*>(memory + sizeof(Storage))),
         d_out_tile_(q_tile_ + kHeads * stride_),
         kv_tiles_(d_out_tile_ + kHeads * v_stride_) {
-    // Channels are read up to a multiple of kColumnsAtOnce: those past the last are zero, in all
-    // rows for ever. They are there after the first tile's barrier.
+    // The products read channels up to a multiple of kColumnsAtOnce: those past the last are zero,
+    // in all rows and for good. The first tile's barrier makes them visible.
     const int kv_rows = parameters.stages * parameters.tile_keys;
     clear_columns(q_tile_, kHeads, stride_, parameters.qk_dim);
     clear_columns(d_out_tile_, kHeads, v_stride_, parameters.v_dim);
     clear_columns(kv_tiles_, kv_rows, stride_, parameters.qk_dim);
   }
 
-  /// `row`: of the launch. Ends with a barrier.
+  /// `row` is counted within the launch. Ends with a barrier.
   __device__ void run(std::int64_t row, std::int64_t first_head, int split) {
     row_ = row;
     t_ = parameters_.first_row + row;
@@ -101,16 +105,16 @@ class RowGradient {
     load_heads();
     Gather<T, kThreadCount> gather(parameters_, slots, first_tile);
     if (first_tile < behind_tile) gather.start(first_tile, kv_tiles_, shared_.key[0]);
-    compute_numbers();
+    compute_constants();
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) clear_sums(d_q_[i]);
+    for (int i = 0; i < kPairs; ++i) clear_accumulators(d_q_[i]);
 
     bool has_keys = false;
     for (int tile = first_tile; tile < behind_tile; ++tile) {
       const int stage = parameters_.stages == 1 ? 0 : (tile - first_tile) % 2;
       const T* const kv_tile = kv_tiles_ + stage * tile_keys * stride_;
-      // Rows of heads and keys and the heads' numbers are there for all; all are done with the tile
-      // before, so that its stage is free for the next one, and P and dS for this one.
+      // Rows of heads and keys and the heads' constants are there for all; all are done with the
+      // previous tile, so its stage is free for the next one, and P and dS for this one.
       wait_for_copies<0>();
       const bool tile_has_keys = __syncthreads_or(gather.has_key() ? 1 : 0) != 0;
       if (parameters_.stages == 2 && tile + 1 < behind_tile) {
@@ -136,11 +140,11 @@ class RowGradient {
     const int thread = static_cast<int>(threadIdx.x);
     if (parameters_.d_sink != nullptr && has_keys && thread < kHeads &&
         first_head + thread < parameters_.heads) {
-      atomicAdd(parameters_.d_sink + first_head + thread, shared_.numbers[thread].d_sink);
+      atomicAdd(parameters_.d_sink + first_head + thread, shared_.constants[thread].d_sink);
     }
     store_d_q();
     wait_for_copies<0>();  // of heads, where there was no tile
-    __syncthreads();       // the next row's heads and numbers overwrite this one's
+    __syncthreads();       // the next row's heads and constants overwrite this one's
   }
 
  private:
@@ -152,7 +156,7 @@ class RowGradient {
 
   __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-  /// In the scores.
+  /// Which 16 keys of a tile this warp scores.
   __device__ static int key_warp() { return warp() % kKeyWarps; }
 
   __device__ static void clear_columns(T* tile, int rows, int stride, int dim) {
@@ -180,30 +184,31 @@ class RowGradient {
     commit_copies();
   }
 
-  __device__ void compute_numbers() {
+  __device__ void compute_constants() {
     for (int row = warp(); row < kHeads; row += kWarps) {
-      HeadNumbers numbers{};
+      HeadConstants constants{};
       if (first_head_ + row < parameters_.heads) {
-        numbers = numbers_of_head<T>(parameters_, t_, first_head_ + row);
+        constants = constants_of_head<T>(parameters_, t_, first_head_ + row);
       }
-      if (lane() == 0) shared_.numbers[row] = numbers;
+      if (lane() == 0) shared_.constants[row] = constants;
     }
   }
 
-  /// P and dS of this warp's 16 keys and its heads; 0 without a key and past the last head.
+  /// Computes P and dS of this warp's 16 keys and its heads; 0 without a key and past the last
+  /// head.
   __device__ void compute_scores(const T* kv_tile, const std::int32_t* keys) {
     const int first_key = key_warp() * 16;
     const int first_head = warp() / kKeyWarps * kScoreBlocks * 16;
     const T* const k = kv_tile + first_key * stride_;
     float s[kScoreBlocks][2][4];
-    clear_sums(s);
+    clear_accumulators(s);
 #pragma unroll 2
     for (int d = 0; d < padded_dim(parameters_.qk_dim); d += kColumnsAtOnce) {
       multiply_tile<kColumnsAtOnce, true, true>(s, q_tile_ + first_head * stride_ + d, stride_,
                                                 k + d, stride_);
     }
     float d_p[kScoreBlocks][2][4];
-    clear_sums(d_p);
+    clear_accumulators(d_p);
 #pragma unroll 2
     for (int d = 0; d < padded_dim(parameters_.v_dim); d += kColumnsAtOnce) {
       multiply_tile<kColumnsAtOnce, true, true>(d_p, d_out_tile_ + first_head * v_stride_ + d,
@@ -222,7 +227,7 @@ class RowGradient {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int head = first_head + i * 16 + row_in_block(lane(), r * 2);
-        const HeadNumbers numbers = shared_.numbers[head];
+        const HeadConstants constants = shared_.constants[head];
         const bool has_head = first_head_ + head < parameters_.heads;
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -234,10 +239,10 @@ class RowGradient {
             const bool counts =
                 has_head && is_key[n][e] && product * parameters_.scale != -INFINITY;
             const float of_keys =
-                counts ? exponential<T>(fmaf(product, parameters_.scale, -numbers.lse)) : 0;
-            const float gradient = fmaf(numbers.share, d_p[i][n][r * 2 + e], numbers.offset);
-            // Whatever the numbers are where there is no key.
-            of_all[e] = of_keys == 0 ? 0 : of_keys * numbers.share;
+                counts ? exponential<T>(fmaf(product, parameters_.scale, -constants.lse)) : 0;
+            const float gradient = fmaf(constants.share, d_p[i][n][r * 2 + e], constants.offset);
+            // 0 without a key, whatever the constants are.
+            of_all[e] = of_keys == 0 ? 0 : of_keys * constants.share;
             of_score[e] = of_keys == 0 ? 0 : of_keys * gradient * parameters_.scale;
           }
           const int key = first_key + n * 8 + column_in_block(lane(), 0);
@@ -263,8 +268,9 @@ class RowGradient {
     }
   }
 
-  /// What keys get: dS [heads, keys]^T Q [heads, columns] + P [heads, keys]^T dO [heads, columns].
-  /// The last 16 keys of an odd number of blocks have no scores: what comes out has no key.
+  /// Emits dS [heads, keys]^T Q [heads, columns] + P [heads, keys]^T dO [heads, columns] to the
+  /// keys. After an odd number of blocks 16 keys have no scores; they are no keys, so nothing is
+  /// emitted.
   __device__ void add_to_keys(const std::int32_t* keys, std::int64_t first_slot, int blocks) {
     const int key_parts = (blocks + 1) / 2;
     const int parts = padded_dim(parameters_.qk_dim) / kColumnsAtOnce * key_parts;
@@ -273,16 +279,16 @@ class RowGradient {
       const int first_key = part % key_parts * kKeysAtOnce;
       const int first_column = part / key_parts * kColumnsAtOnce;
       float sums[kKeysAtOnce / 16][kColumnsAtOnce / 8][4];
-      clear_sums(sums);
+      clear_accumulators(sums);
       multiply_tile<kHeads, false, false>(sums, &shared_.d_s[0][first_key], Storage::kStride,
                                           q_tile_ + first_column, stride_);
       if (first_column < parameters_.v_dim) {
         multiply_tile<kHeads, false, false>(sums, &shared_.p[0][first_key], Storage::kStride,
                                             d_out_tile_ + first_column, v_stride_);
       }
-      // Four lanes give 16 columns of a row. Of two blocks of 8 a lane has a pair each; the even
-      // lanes take those of the first from their neighbour, the odd ones of the second, so that
-      // each has four columns.
+      // Four lanes emit 16 columns of a row. A lane has a pair in each of two blocks of 8; even
+      // lanes take the first block's pair from their neighbour, odd lanes the second's, so that
+      // each lane has four columns.
       const bool is_odd = lane() % 2 != 0;
       const int column = first_column + (is_odd ? 8 : 0) + lane() % 4 / 2 * 4;
 #pragma unroll
@@ -300,7 +306,7 @@ class RowGradient {
             const float2 got = {__shfl_xor_sync(kAllLanes, is_odd ? first[0] : second[0], 1),
                                 __shfl_xor_sync(kAllLanes, is_odd ? first[1] : second[1], 1)};
             if (key >= 0 && column + n * 8 < parameters_.qk_dim) {
-              give_key(to + column + n * 8, is_odd ? float4{got.x, got.y, own.x, own.y}
+              emit_key(to + column + n * 8, is_odd ? float4{got.x, got.y, own.x, own.y}
                                                    : float4{own.x, own.y, got.x, got.y});
             }
           }
@@ -309,13 +315,13 @@ class RowGradient {
     }
   }
 
-  /// Where the gradient of a key, or the term of a slot, begins.
+  /// The offset of a key's gradient, or of a slot's term.
   __device__ std::int64_t row_of_gradient(std::int32_t key, std::int64_t slot) const {
     if (parameters_.key_gradient == KeyGradient::added) return key * parameters_.d_kv_stride;
     return (row_ * parameters_.slots.slots + slot) * parameters_.d_kv_stride;
   }
 
-  __device__ void give_key(float* to, float4 x) const {
+  __device__ void emit_key(float* to, float4 x) const {
     if (parameters_.key_gradient == KeyGradient::added) {
       add_four(to, x, parameters_.d_kv_aligned);
       return;
@@ -358,7 +364,7 @@ class RowGradient {
     }
   }
 
-  const Parameters& parameters_;
+  const BackwardParameters& parameters_;
   Storage& shared_;
   int stride_, v_stride_;
   T* q_tile_;
@@ -370,16 +376,17 @@ class RowGradient {
   float d_q_[kPairs][kHeadBlocks][2][4];
 };
 
-/// Blocks for whose registers there must be room beside each other: as many as leave them enough.
+/// Minimum resident blocks per SM (`__launch_bounds__`): as many as leave each enough registers.
 template <int kHeads, int kPairs>
-constexpr int blocks_at_once() {
+constexpr int min_blocks() {
   if (kHeads == 16) return kPairs <= 2 ? 4 : kPairs <= 4 ? 3 : kPairs <= 8 ? 2 : 1;
   return kHeads / 16 * kPairs <= 4 ? 2 : 1;
 }
 
 template <class T, int kHeads, int kPairs>
-__global__ void __launch_bounds__(kThreads<kHeads>, (blocks_at_once<kHeads, kPairs>()))
-    sparse_attention_backward_general_kernel(const __grid_constant__ Parameters parameters) {
+__global__ void __launch_bounds__(kThreads<kHeads>, (min_blocks<kHeads, kPairs>()))
+    sparse_attention_backward_general_kernel(
+        const __grid_constant__ BackwardParameters parameters) {
   extern __shared__ __align__(16) unsigned char memory[];
   RowGradient<T, kHeads, kPairs> gradient(parameters, memory);
   const std::int64_t items = parameters.rows * parameters.groups * parameters.splits;
@@ -391,4 +398,4 @@ __global__ void __launch_bounds__(kThreads<kHeads>, (blocks_at_once<kHeads, kPai
   }
 }
 
-}  // namespace winnow::cuda::general_backward
+}  // namespace winnow::cuda::sparse_attention::backward_general

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warpgroups 1 and 2: dQ += dS K and dKV = dS^T Q + P^T dO, each of one half of the 512 columns.
+// Warpgroups 1 and 2: dQ += dS K and dKV = dS^T Q + P^T dO, each for one half of the 512 columns.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 #include "cuda/sparse_attention/backward_sm90/key_gradients.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
-namespace winnow::cuda::backward {
+namespace winnow::cuda::sparse_attention::backward_sm90 {
 
 template <class T>
 __device__ float dot_8(uint4 a, uint4 b) {
@@ -25,17 +25,20 @@ __device__ float dot_8(uint4 a, uint4 b) {
   return sum;
 }
 
-/// Four lanes a head: delta = out . d_out and what follows from it.
+/// Computes delta = out . d_out and the constants of every head, four lanes a head.
 template <class T>
-__device__ void compute_numbers(const Params<T>& params, const Item& item, SharedStorage& shared) {
+__device__ void compute_constants(const BackwardSm90Parameters<T>& params, const Item& item,
+                                  SharedStorage& shared) {
   const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
   const int c = thread % 4;
   const int head = item.first_head + thread / 4;
   const bool is_head = head < params.heads;
   float delta = 0;
   if (is_head) {
-    const T* const out = params.out + item.t * params.out_row + head * params.out_head;
-    const T* const d_out = params.d_out + item.t * params.d_out_row + head * params.d_out_head;
+    const T* const out =
+        params.out + item.t * params.out_token_stride + head * params.out_head_stride;
+    const T* const d_out =
+        params.d_out + item.t * params.d_out_token_stride + head * params.d_out_head_stride;
 #pragma unroll 4
     for (int i = 0; i < kValueTiles * kTileColumns / 32; ++i) {
       delta += dot_8<T>(__ldg(reinterpret_cast<const uint4*>(out + i * 32 + c * 8)),
@@ -43,32 +46,32 @@ __device__ void compute_numbers(const Params<T>& params, const Item& item, Share
     }
   }
   delta = quad_sum(delta);
-  HeadNumbers numbers{0, 0, 0, 0};
+  HeadConstants constants{0, 0, 0, 0};
   if (is_head) {
-    const float lse = params.lse[item.t * params.lse_row + head];
-    numbers.share = 1;
+    const float lse = params.lse[item.t * params.lse_stride + head];
+    constants.share = 1;
     if (params.sink != nullptr) {
-      // Neither exponential passes 1.
+      // The exponential is at most 1, so that nothing overflows.
       const float sink = params.sink[head];
       const float lesser = expf(-fabsf(lse - sink));
       const float larger_share = 1 / (1 + lesser);
       const float lesser_share = lesser / (1 + lesser);
-      numbers.share = lse >= sink ? larger_share : lesser_share;
-      numbers.d_sink = -delta * (lse >= sink ? lesser_share : larger_share);
+      constants.share = lse >= sink ? larger_share : lesser_share;
+      constants.d_sink = -delta * (lse >= sink ? lesser_share : larger_share);
     }
     const float d_lse =
-        params.d_lse == nullptr ? 0.0f : params.d_lse[item.t * params.d_lse_row + head];
-    numbers.lse_log2 = lse * kLog2e;
-    numbers.offset = d_lse - numbers.share * delta;
+        params.d_lse == nullptr ? 0.0f : params.d_lse[item.t * params.d_lse_stride + head];
+    constants.lse_log2 = lse * kLog2E;
+    constants.offset = d_lse - constants.share * delta;
   }
   if (c == 0) {
-    shared.numbers[thread / 4] = numbers;
-    shared.numbers_full.arrive();
+    shared.constants[thread / 4] = constants;
+    shared.constants_full.arrive();
   }
 }
 
 template <class T, KeyGradients kMode>
-__device__ void compute_gradients(const Params<T>& params, SharedStorage& shared) {
+__device__ void compute_gradients(const BackwardSm90Parameters<T>& params, SharedStorage& shared) {
   const int side = static_cast<int>(threadIdx.x) / kWarpgroup - 1;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int first_tile = side * kSideTiles;
@@ -77,7 +80,7 @@ __device__ void compute_gradients(const Params<T>& params, SharedStorage& shared
   for (int number = static_cast<int>(blockIdx.x); number < params.items;
        number += static_cast<int>(gridDim.x), ++items) {
     const int item_blocks = item_of(params, number).blocks;
-    compute_numbers(params, item_of(params, number), shared);
+    compute_constants(params, item_of(params, number), shared);
     shared.item_full.wait(items);
     float d_q[128] = {};
     for (int block = 0; block < item_blocks; ++block, ++blocks) {
@@ -87,9 +90,8 @@ __device__ void compute_gradients(const Params<T>& params, SharedStorage& shared
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         multiply_64x256x16<T>(
-            d_q, row_contracted(ds) + i * kNext16InRow,
-            column_contracted(shared_address(shared.kv[first_tile]), kTileBytes) + i * kNext16Rows,
-            1);
+            d_q, k_major(ds) + i * kNextKMajor,
+            mn_major(shared_address(shared.kv[first_tile]), kTileBytes) + i * kNextMnMajor, 1);
       }
       wgmma_commit();
       wgmma_wait<0>();
@@ -97,7 +99,7 @@ __device__ void compute_gradients(const Params<T>& params, SharedStorage& shared
       const KeyBlock key_block{shared.keys[blocks % 2], first_slot_of(params, number, block)};
 #pragma unroll 1
       for (int tile = first_tile; tile < first_tile + kSideTiles; ++tile) {
-        give_tile<kMode, true>(params, shared, key_block, tile, [&] {
+        emit_key_gradients<kMode, true>(params, shared, key_block, tile, [&] {
           if (tile + 1 == first_tile + kSideTiles && lane == 0) shared.scores_free.arrive();
         });
       }
@@ -107,9 +109,9 @@ __device__ void compute_gradients(const Params<T>& params, SharedStorage& shared
     const int of_item = (static_cast<int>(threadIdx.x) - kWarpgroup) / 4;
     const int head = item.first_head + of_item;
     if (params.d_sink != nullptr && lane % 4 == 0 && head < params.heads) {
-      const float d_sink = shared.has_keys[items % 2] ? shared.numbers[of_item].d_sink : 0.0f;
+      const float d_sink = shared.has_keys[items % 2] ? shared.constants[of_item].d_sink : 0.0f;
       if constexpr (kMode == KeyGradients::written) {
-        params.d_sink[item.t * params.d_sink_row + head] = d_sink;
+        params.d_sink[item.t * params.d_sink_stride + head] = d_sink;
       } else {
         atomicAdd(params.d_sink + head, d_sink);
       }
@@ -121,4 +123,4 @@ __device__ void compute_gradients(const Params<T>& params, SharedStorage& shared
   }
 }
 
-}  // namespace winnow::cuda::backward
+}  // namespace winnow::cuda::sparse_attention::backward_sm90

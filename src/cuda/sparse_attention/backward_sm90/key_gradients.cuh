@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// 64 columns of the gradients of 64 keys: their products, and adding them to device memory straight
-// from accumulators.
+// 64 columns of the gradients of 64 keys: their products, and emitting them to device memory
+// straight from the accumulators.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@
 #include "cuda/hopper/quad.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
-namespace winnow::cuda::backward {
+namespace winnow::cuda::sparse_attention::backward_sm90 {
 
-/// What becomes of the gradients that a slot gives to its key.
+/// What becomes of the gradient that a slot gives to its key.
 enum class KeyGradients {
-  added,   // to the key's row of d_kv, in any order
-  written  // to the slot's own row, for others to add up
+  added,   // to the key's row of d_kv, by atomics
+  written  // as the slot's term, which is summed later
 };
 
 template <KeyGradients kMode>
-__device__ void give_4(float* to, const float (&x)[4]) {
+__device__ void emit_4(float* to, const float (&x)[4]) {
   if constexpr (kMode == KeyGradients::written) {
     *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
     return;
@@ -27,31 +27,32 @@ __device__ void give_4(float* to, const float (&x)[4]) {
                : "memory");
 }
 
-/// A block of keys of a query.
+/// A block of a query's keys.
 struct KeyBlock {
   const std::int32_t (&keys)[kBlock];
   std::int64_t first_slot;  // counted over all rows
 };
 
-/// Adds or writes columns [first_column, first_column + 64) of the gradients of a block's keys. By
-/// one instruction eight lanes, a quad and the one beside it, give 32 columns of a row: full lines
-/// of 128 bytes are what the L2 cache adds fastest, by more than the shuffles cost.
+/// Adds or writes columns [first_column, first_column + 64) of the gradients of a block's keys.
+/// With one instruction eight lanes, two neighbouring quads, emit 32 columns of a row: L2 adds full
+/// lines of 128 bytes fastest, by more than the shuffles cost.
 template <KeyGradients kMode, class T>
-__device__ void give_gradients(const Params<T>& params, const KeyBlock& block,
-                               const float (&gradients)[32], int first_column) {
+__device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyBlock& block,
+                             const float (&gradients)[32], int first_column) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32;
   const int first_row = warp * 16 + lane / 8 * 2;
-  const bool is_odd = lane & 4;  // the quad
+  const bool is_odd = lane & 4;  // of the quad
   float* const column = params.d_kv + first_column + lane % 4 * 8 + (is_odd ? 4 : 0);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {  // rows lane / 4, and those + 8
+  for (int half = 0; half < 2; ++half) {  // rows lane / 4, then lane / 4 + 8
     const int row = first_row + 8 * half;
     const int2 pair = *reinterpret_cast<const int2*>(&block.keys[row]);
     constexpr bool kWritten = kMode == KeyGradients::written;
-    float* const even_row = column + (kWritten ? block.first_slot + row : pair.x) * params.d_kv_row;
+    float* const even_row =
+        column + (kWritten ? block.first_slot + row : pair.x) * params.d_kv_stride;
     float* const odd_row =
-        column + (kWritten ? block.first_slot + row + 1 : pair.y) * params.d_kv_row;
+        column + (kWritten ? block.first_slot + row + 1 : pair.y) * params.d_kv_stride;
 #pragma unroll
     for (int part = 0; part < 2; ++part) {  // 32 columns
       std::uint32_t even[4];
@@ -63,8 +64,8 @@ __device__ void give_gradients(const Params<T>& params, const KeyBlock& block,
       }
       transpose_in_quad(even);
       transpose_in_quad(odd);
-      // Now columns 8c to 8c + 7 of a row. The even quad gets the lower four of both rows, the odd
-      // one the others.
+      // Now a lane has columns 8c to 8c + 7 of a row. The even quad takes the lower four of both
+      // rows, the odd one the upper four.
       float of_even_row[4];
       float of_odd_row[4];
 #pragma unroll
@@ -75,37 +76,37 @@ __device__ void give_gradients(const Params<T>& params, const KeyBlock& block,
         of_even_row[i] = __uint_as_float(is_odd ? got : low);
         of_odd_row[i] = __uint_as_float(is_odd ? high : got);
       }
-      if (pair.x >= 0) give_4<kMode>(even_row + 32 * part, of_even_row);
-      if (pair.y >= 0) give_4<kMode>(odd_row + 32 * part, of_odd_row);
+      if (pair.x >= 0) emit_4<kMode>(even_row + 32 * part, of_even_row);
+      if (pair.y >= 0) emit_4<kMode>(odd_row + 32 * part, of_odd_row);
     }
   }
 }
 
-/// dKV = dS^T Q + P^T dO of one tile's columns, added or written; the rope has no values, so that
-/// it lacks the second product. `when_read` is called when P and dS are used no more.
+/// Computes dKV = dS^T Q + P^T dO of one tile's columns and emits it; the rope part has no values
+/// and lacks the second product. `when_read` is called once P and dS are no longer in use.
 template <KeyGradients kMode, bool kHasValues, class T, class WhenRead>
-__device__ void give_tile(const Params<T>& params, SharedStorage& shared, const KeyBlock& block,
-                          int tile, WhenRead when_read) {
-  const std::uint64_t p = column_contracted(shared_address(shared.p), kTileBytes);
-  const std::uint64_t ds = column_contracted(shared_address(shared.ds), kTileBytes);
-  const std::uint64_t q = column_contracted(shared_address(shared.q[tile]), kTileBytes);
+__device__ void emit_key_gradients(const BackwardSm90Parameters<T>& params, SharedStorage& shared,
+                                   const KeyBlock& block, int tile, WhenRead when_read) {
+  const std::uint64_t p = mn_major(shared_address(shared.p), kTileBytes);
+  const std::uint64_t ds = mn_major(shared_address(shared.ds), kTileBytes);
+  const std::uint64_t q = mn_major(shared_address(shared.q[tile]), kTileBytes);
   float gradients[32];
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kHeads / 16; ++i) {
-    multiply_64x64x16<T, 1, 1>(gradients, ds + i * kNext16Rows, q + i * kNext16Rows, i > 0);
+    multiply_64x64x16<T, 1, 1>(gradients, ds + i * kNextMnMajor, q + i * kNextMnMajor, i > 0);
   }
   if constexpr (kHasValues) {
-    const std::uint64_t d_out = column_contracted(shared_address(shared.d_out[tile]), kTileBytes);
+    const std::uint64_t d_out = mn_major(shared_address(shared.d_out[tile]), kTileBytes);
 #pragma unroll
     for (int i = 0; i < kHeads / 16; ++i) {
-      multiply_64x64x16<T, 1, 1>(gradients, p + i * kNext16Rows, d_out + i * kNext16Rows, 1);
+      multiply_64x64x16<T, 1, 1>(gradients, p + i * kNextMnMajor, d_out + i * kNextMnMajor, 1);
     }
   }
   wgmma_commit();
   wgmma_wait<0>();
   when_read();
-  give_gradients<kMode>(params, block, gradients, tile * kTileColumns);
+  emit_columns<kMode>(params, block, gradients, tile * kTileColumns);
 }
 
-}  // namespace winnow::cuda::backward
+}  // namespace winnow::cuda::sparse_attention::backward_sm90

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warpgroup 0: gathers keys, S = Q K^T and dP = dO V^T, from them P and dS; and the gradients of
-// the rope part.
+// Warpgroup 0: the gather of keys, S = Q K^T and dP = dO V^T, P and dS from them, and the gradients
+// of the rope part.
 #pragma once
 
 #include <cstdint>
@@ -12,25 +12,25 @@
 #include "cuda/sparse_attention/backward_sm90/key_gradients.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
-namespace winnow::cuda::backward {
+namespace winnow::cuda::sparse_attention::backward_sm90 {
 
 __device__ inline void sync_score_warps() { sync_warps<1, kWarpgroup>(); }
 
-/// The rows of a query's slots, block by block. Eight lanes copy a row; a thread has a part of
-/// four.
+/// Gathers the rows of a query's keys, block by block. Eight lanes copy a row; a thread has a part
+/// of four rows.
 template <class T, int kTiles>
 class Gatherer {
  public:
-  __device__ Gatherer(const Params<T>& params, SharedStorage& shared)
+  __device__ Gatherer(const BackwardSm90Parameters<T>& params, SharedStorage& shared)
       : params_(params), shared_(shared) {}
 
   __device__ void start_item(const Item& item) {
-    indices_ = params_.indices + item.t * params_.indices_row;
+    indices_ = params_.indices + item.t * params_.indices_stride;
     slots_ = item.slots;
     load_keys(0);
   }
 
-  /// Copies a block, whose keys were loaded before, and loads the next one's.
+  /// Copies a block, whose keys were loaded one call ago, and loads the next block's keys.
   __device__ void gather(int block, int parity) {
     const int lane = static_cast<int>(threadIdx.x) % 8;
 #pragma unroll
@@ -38,7 +38,7 @@ class Gatherer {
       const int row = row_of(i);
       const std::int32_t key = keys_[i];
       if (lane == 0) shared_.keys[parity][row] = key;
-      const T* const from = params_.kv + (key < 0 ? 0 : key) * params_.kv_row + lane * 8;
+      const T* const from = params_.kv + (key < 0 ? 0 : key) * params_.kv_stride + lane * 8;
       const std::uint32_t to = shared_address(shared_.kv) + tile_offset(row, lane);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
@@ -62,40 +62,33 @@ class Gatherer {
     }
   }
 
-  const Params<T>& params_;
+  const BackwardSm90Parameters<T>& params_;
   SharedStorage& shared_;
   const std::int32_t* indices_ = nullptr;
   int slots_ = 0;
   std::int32_t keys_[kRows];  // negative: none
 };
 
-/// Two neighbours of a row of P or dS, as the products read them.
+/// Stores two neighbours of a row of P or dS in the layout that the products read.
 __device__ inline void store_pair(std::byte* tile, int row, int i, std::uint32_t pair) {
   *reinterpret_cast<std::uint32_t*>(tile + tile_offset(row, i) + threadIdx.x % 4 * 4) = pair;
 }
 
-/// d = A B^T, both of kTiles tiles.
+/// d = A B^T, where both operands have kTiles K-major tiles.
 template <class T, int kTiles, class A, class B>
 __device__ void multiply_rows(float (&d)[32], const A& a, const B& b) {
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kTiles * 4; ++i) {
-    multiply_64x64x16<T, 0, 0>(d, row_contracted(shared_address(a[i / 4])) + i % 4 * kNext16InRow,
-                               row_contracted(shared_address(b[i / 4])) + i % 4 * kNext16InRow,
-                               i > 0);
+    multiply_64x64x16<T, 0, 0>(d, k_major(shared_address(a[i / 4])) + i % 4 * kNextKMajor,
+                               k_major(shared_address(b[i / 4])) + i % 4 * kNextKMajor, i > 0);
   }
   wgmma_commit();
   wgmma_wait<0>();
 }
 
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 template <class T, int kTiles, KeyGradients kMode>
-__device__ void compute_scores(const Params<T>& params, const CUtensorMap& q,
+__device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CUtensorMap& q,
                                const CUtensorMap& d_out, SharedStorage& shared) {
   constexpr bool kRope = kTiles > kValueTiles;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -122,22 +115,22 @@ __device__ void compute_scores(const Params<T>& params, const CUtensorMap& q,
       }
     }
     shared.item_full.wait(items);
-    shared.numbers_full.wait(items);
-    const HeadNumbers numbers[2] = {shared.numbers[row], shared.numbers[row + 8]};
+    shared.constants_full.wait(items);
+    const HeadConstants constants[2] = {shared.constants[row], shared.constants[row + 8]};
     float d_q[32] = {};  // of the rope part
     bool has_keys = false;
     for (int block = 0; block < item.blocks; ++block, ++blocks) {
       wait_for_own_copies();
-      fence_for_products();
+      fence_proxy_async();
       sync_score_warps();
       const std::int32_t(&keys)[kBlock] = shared.keys[blocks % 2];
       const std::uint32_t valid[2] = {__ballot_sync(0xffffffffu, keys[lane] >= 0),
                                       __ballot_sync(0xffffffffu, keys[lane + 32] >= 0)};
       has_keys = has_keys || (valid[0] | valid[1]) != 0;
 
-      // One product after the other, which leaves registers for the gradient of q. Nothing is
-      // stored before both are done: until then the gradients of the block before may use P and dS.
-      std::uint32_t p[16];   // P, two neighbours a word
+      // One product after the other, which leaves registers for d_q. Nothing is stored before both
+      // are done, because the previous block's gradients may still read P and dS.
+      std::uint32_t p[16];   // P, two neighbours in a word
       std::uint32_t ds[16];  // exp(s - lse), 0 where there is no key; then dS
       {
         float s[32];
@@ -146,14 +139,14 @@ __device__ void compute_scores(const Params<T>& params, const CUtensorMap& q,
         for (int i = 0; i < 32; ++i) {
           const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
           const bool is_key = valid[column / 32] >> (column % 32) & 1;
-          const float exponent = s[i] * params.scale_log2 - numbers[i / 2 % 2].lse_log2;
-          s[i] = is_key ? exp2_fast(exponent) : 0.0f;
+          const float exponent = s[i] * params.scale_log2 - constants[i / 2 % 2].lse_log2;
+          s[i] = is_key ? fast_exp2(exponent) : 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-          const float share = numbers[i % 2].share;
-          p[i] = pack_pair<T>(s[2 * i] * share, s[2 * i + 1] * share);
-          ds[i] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
+          const float share = constants[i % 2].share;
+          p[i] = pack<T>(s[2 * i] * share, s[2 * i + 1] * share);
+          ds[i] = pack<T>(s[2 * i], s[2 * i + 1]);
         }
       }
       {
@@ -161,12 +154,12 @@ __device__ void compute_scores(const Params<T>& params, const CUtensorMap& q,
         multiply_rows<T, kValueTiles>(dp, shared.d_out, shared.kv);
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-          const HeadNumbers& of_head = numbers[i % 2];
+          const HeadConstants& of_head = constants[i % 2];
           const float2 pair = unpack_pair<T>(ds[i]);
           const float first = (of_head.share * dp[2 * i] + of_head.offset) * params.scale;
           const float second = (of_head.share * dp[2 * i + 1] + of_head.offset) * params.scale;
-          // Whatever dP is where there is no key.
-          ds[i] = pack_pair<T>(pair.x == 0 ? 0 : pair.x * first, pair.y == 0 ? 0 : pair.y * second);
+          // 0 without a key, whatever dP is there.
+          ds[i] = pack<T>(pair.x == 0 ? 0 : pair.x * first, pair.y == 0 ? 0 : pair.y * second);
         }
       }
       shared.scores_free.wait(blocks - 1);
@@ -176,18 +169,17 @@ __device__ void compute_scores(const Params<T>& params, const CUtensorMap& q,
         store_pair(shared.ds, row + i % 2 * 8, i / 2, ds[i]);
       }
       if (threadIdx.x == 0 && block + 1 == item.blocks) shared.has_keys[items % 2] = has_keys;
-      fence_for_products();
+      fence_proxy_async();
       shared.scores_full.arrive();
       sync_score_warps();
       if constexpr (kRope) {
         // dQ += dS K of the rope's 64 columns.
-        const std::uint64_t ds = row_contracted(shared_address(shared.ds));
-        const std::uint64_t k =
-            column_contracted(shared_address(shared.kv[kValueTiles]), kTileBytes);
+        const std::uint64_t ds = k_major(shared_address(shared.ds));
+        const std::uint64_t k = mn_major(shared_address(shared.kv[kValueTiles]), kTileBytes);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kBlock / 16; ++i) {
-          multiply_64x64x16<T, 0, 1>(d_q, ds + i * kNext16InRow, k + i * kNext16Rows, 1);
+          multiply_64x64x16<T, 0, 1>(d_q, ds + i * kNextKMajor, k + i * kNextMnMajor, 1);
         }
         wgmma_commit();
         wgmma_wait<0>();
@@ -199,10 +191,10 @@ __device__ void compute_scores(const Params<T>& params, const CUtensorMap& q,
         gatherer.start_item(item_of(params, number + static_cast<int>(gridDim.x)));
         gatherer.gather(0, (blocks + 1) % 2);
       }
-      // While the next block is on its way.
+      // This work overlaps the gather of the next block.
       if constexpr (kRope) {
-        give_tile<kMode, false>(params, shared, {keys, first_slot_of(params, number, block)},
-                                kValueTiles, [] {});
+        emit_key_gradients<kMode, false>(
+            params, shared, {keys, first_slot_of(params, number, block)}, kValueTiles, [] {});
       }
     }
     if constexpr (kRope) store_d_q(params, item, d_q, kValueTiles * kTileColumns);
@@ -211,4 +203,4 @@ __device__ void compute_scores(const Params<T>& params, const CUtensorMap& q,
   }
 }
 
-}  // namespace winnow::cuda::backward
+}  // namespace winnow::cuda::sparse_attention::backward_sm90

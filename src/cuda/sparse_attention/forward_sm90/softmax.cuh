@@ -7,20 +7,20 @@
 #include "cuda/hopper/quad.cuh"
 #include "cuda/sparse_attention/forward_sm90/shared.cuh"
 
-namespace winnow::cuda::forward {
+namespace winnow::cuda::sparse_attention::forward_sm90 {
 
-/// Running maximum and sum of one row, in log2.
+/// The running maximum and sum of one row, in units of log2.
 struct RowState {
   float largest = -INFINITY;
-  float maximum = -INFINITY;  // what is subtracted: may lag behind `largest`
-  float sum = 0;              // this lane's columns
+  float maximum = -INFINITY;  // the one that is subtracted; it may lag behind `largest`
+  float sum = 0;              // over this lane's columns
 };
 
-using Scores = float[kBlock / 2];  // S of one block, as the products leave it
+using Scores = float[kBlock / 2];  // the accumulator of S of one block
 
-/// Turns S of a block into P, in the last tile of its stage, and moves the running maxima and sums
-/// on; cut into steps, so that the products of the next block can be started between them. One warp
-/// of each scheduler does all of this, so every instruction counts.
+/// Turns S of a block into P, which goes to the last tile of its stage, and updates the running
+/// maxima and sums. It is cut into steps, so that the products of the next block can be issued
+/// between them. One warp of each scheduler does all of this, so every instruction counts.
 template <class T>
 class Softmax {
  public:
@@ -58,7 +58,7 @@ class Softmax {
     return static_cast<int>(threadIdx.x) / 32 * 16 + lane() / 4;
   }  // and 8 more
 
-  /// -inf in slots without a key.
+  /// Sets the scores of slots without a key to -inf.
   __device__ void mask() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -86,19 +86,19 @@ class Softmax {
       row.largest = fmaxf(row.largest, largest[half]);
       const bool moves = largest[half] > row.maximum + kLazyMaximum;
       rescale_[half] =
-          moves ? exp2_fast(row.maximum - largest[half]) : 1.0f;  // 0 where there was no key before
+          moves ? fast_exp2(row.maximum - largest[half]) : 1.0f;  // 0 where there was no key before
       row.maximum = moves ? largest[half] : row.maximum;
       row.sum *= rescale_[half];
       subtrahend_[half] = row.maximum == -INFINITY ? 0.0f : row.maximum;
     }
   }
 
-  /// Eight columns of P.
+  /// Computes eight columns of P.
   __device__ void exponentiate(int i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float low = exp2_fast(fmaf(s_[4 * i + 2 * half], scale_log2_, -subtrahend_[half]));
-      const float high = exp2_fast(fmaf(s_[4 * i + 2 * half + 1], scale_log2_, -subtrahend_[half]));
+      const float low = fast_exp2(fmaf(s_[4 * i + 2 * half], scale_log2_, -subtrahend_[half]));
+      const float high = fast_exp2(fmaf(s_[4 * i + 2 * half + 1], scale_log2_, -subtrahend_[half]));
       state_[half].sum += low + high;
       const std::uint32_t target =
           (i % 2 == 0 ? p_ : p_ ^ 16) + i / 2 * kSliceBytes + half * 8 * 32;
@@ -106,7 +106,7 @@ class Softmax {
     }
   }
 
-  /// Tells left and right whether and how to rescale what they have so far.
+  /// Tells warpgroups 1 and 2 whether and how to rescale out so far.
   __device__ void finish() {
     const bool rescales = __any_sync(0xffffffffu, rescale_[0] != 1 || rescale_[1] != 1);
     if (lane() == 0) shared_.rescales[stage_][threadIdx.x / 32] = rescales;
@@ -122,9 +122,9 @@ class Softmax {
   BlockInfo info_;
   int stage_;
   float scale_log2_;
-  std::uint32_t p_;  // this lane's first words of P
+  std::uint32_t p_;  // the address of this lane's first words of P
   float rescale_[2];
   float subtrahend_[2];
 };
 
-}  // namespace winnow::cuda::forward
+}  // namespace winnow::cuda::sparse_attention::forward_sm90

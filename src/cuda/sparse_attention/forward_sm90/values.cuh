@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warpgroups 1 and 2: out = P V, and the gathering of keys.
+// Warpgroups 1 and 2: out = P V, and the gather of keys.
 #pragma once
 
 #include <cstdint>
@@ -8,18 +8,19 @@
 #include "cuda/sparse_attention/forward_sm90/gather.cuh"
 #include "cuda/sparse_attention/forward_sm90/shared.cuh"
 
-namespace winnow::cuda::forward {
+namespace winnow::cuda::sparse_attention::forward_sm90 {
 
 template <class T>
-__device__ void store_out(const Params<T>& params, const float (&out)[128],
+__device__ void store_out(const ForwardParameters& params, const float (&out)[128],
                           const float (&finish)[2], int item, int first_column) {
   const int lane = threadIdx.x % 32;
   const int row = (threadIdx.x % kWarpgroup) / 32 * 16 + lane / 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int head = (item % params.head_blocks) * kHeads + row + 8 * half;
-    T* target = params.out + (item / params.head_blocks) * params.out_row + head * params.out_head +
-                first_column + (lane % 4) * 8;
+    const int head = (item % params.head_groups) * kHeads + row + 8 * half;
+    T* target = static_cast<T*>(params.out) +
+                (item / params.head_groups) * params.out_token_stride +
+                head * params.out_head_stride + first_column + (lane % 4) * 8;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {  // 32 columns at a time
       std::uint32_t words[4];
@@ -38,7 +39,7 @@ __device__ void store_out(const Params<T>& params, const float (&out)[128],
 }
 
 template <class T, int kTiles>
-__device__ void compute_values(const Params<T>& params, SharedStorage& shared) {
+__device__ void compute_values(const ForwardParameters& params, SharedStorage& shared) {
   const int side = static_cast<int>(threadIdx.x) / kWarpgroup - 1;  // 0: left
   const int warp = (threadIdx.x % kWarpgroup) / 32;
   const int row = warp * 16 + (threadIdx.x % 32) / 4;
@@ -46,44 +47,44 @@ __device__ void compute_values(const Params<T>& params, SharedStorage& shared) {
 
   Gatherer<T> gatherer(params);
   for (int stage = 0; stage < kStages; ++stage) {
-    gatherer.template gather<kTiles>(shared, Turn{stage, 0});
+    gatherer.template gather<kTiles>(shared, PipelineState{stage, 0});
   }
 
-  Turn turn;
+  PipelineState pipeline;
   for (int item = static_cast<int>(blockIdx.x); item < params.items;
        item += static_cast<int>(gridDim.x)) {
     float out[128] = {};
     float finish[2];
-    for (bool is_last = false; !is_last; turn.next()) {
-      shared.ready[turn.stage].wait(turn.round);
-      if (shared.rescales[turn.stage][warp]) {
-        const float low = shared.rescale[turn.stage][row];
-        const float high = shared.rescale[turn.stage][row + 8];
+    for (bool is_last = false; !is_last; pipeline.next()) {
+      shared.ready[pipeline.stage].wait(pipeline.phase);
+      if (shared.rescales[pipeline.stage][warp]) {
+        const float low = shared.rescale[pipeline.stage][row];
+        const float high = shared.rescale[pipeline.stage][row + 8];
 #pragma unroll
         for (int i = 0; i < 128; ++i) out[i] *= i % 4 < 2 ? low : high;
       }
-      // One lane reads what the next user of the stage writes once that lane has freed it.
-      is_last = __shfl_sync(0xffffffffu, is_first_lane && shared.info[turn.stage].is_last, 0);
-      finish[0] = shared.finish[turn.stage][row];
-      finish[1] = shared.finish[turn.stage][row + 8];
+      // Only lane 0 reads `is_last`: once it frees the stage, the gather overwrites it.
+      is_last = __shfl_sync(0xffffffffu, is_first_lane && shared.info[pipeline.stage].is_last, 0);
+      finish[0] = shared.finish[pipeline.stage][row];
+      finish[1] = shared.finish[pipeline.stage][row + 8];
 
-      fence_for_products();
+      fence_proxy_async();
       wgmma_fence();
-      const std::uint32_t stage = shared_address(shared.stages[turn.stage]);
-      const std::uint64_t p = slice_contracted(stage + (kStageTiles - 1) * kTileBytes);
+      const std::uint32_t stage = shared_address(shared.stages[pipeline.stage]);
+      const std::uint64_t p = k_major_slice(stage + (kStageTiles - 1) * kTileBytes);
       const std::uint64_t values =
-          column_contracted(stage + side * (kValueTiles / 2) * kTileBytes, kTileBytes);
+          mn_major(stage + side * (kValueTiles / 2) * kTileBytes, kTileBytes);
 #pragma unroll
       for (int i = 0; i < kBlock / 16; ++i) {
-        multiply_64x256x16<T>(out, p + i * (kSliceBytes >> 4), values + i * kNext16Rows, 1);
+        multiply_64x256x16<T>(out, p + i * (kSliceBytes >> 4), values + i * kNextMnMajor, 1);
       }
       wgmma_commit();
-      wgmma_wait<0>();  // meanwhile the matrix units have the scores of the next block, too
-      if (is_first_lane) shared.free[turn.stage].arrive();
-      gatherer.template gather<kTiles>(shared, Turn{turn.stage, turn.round + 1});
+      wgmma_wait<0>();  // meanwhile the tensor cores also have the scores of the next block
+      if (is_first_lane) shared.free[pipeline.stage].arrive();
+      gatherer.template gather<kTiles>(shared, PipelineState{pipeline.stage, pipeline.phase + 1});
     }
-    store_out(params, out, finish, item, side * (kValueTiles / 2) * kTileColumns);
+    store_out<T>(params, out, finish, item, side * (kValueTiles / 2) * kTileColumns);
   }
 }
 
-}  // namespace winnow::cuda::forward
+}  // namespace winnow::cuda::sparse_attention::forward_sm90
