@@ -9,6 +9,7 @@
 #include <new>
 #include <span>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <vector>
@@ -39,6 +40,26 @@ struct OperatorEntry {
   int (*why_not)(const void* args, const Execution* execution, const char** reason);
   /// A line for every candidate: backend, kernel and reason, with tabs between them.
   int (*explain)(const void* args, const Execution* execution, const char** lines);
+  /// The names that Execution::kernel may ask for on a backend, a line each.
+  int (*kernels)(int backend, const char** lines);
+};
+
+/// DLPack's tensor, as its exchange API fills it in.
+struct DLTensor {
+  void* data;
+  struct {
+    std::int32_t device_type;
+    std::int32_t device_id;
+  } device;
+  std::int32_t ndim;
+  struct {
+    std::uint8_t code;
+    std::uint8_t bits;
+    std::uint16_t lanes;
+  } dtype;
+  std::int64_t* shape;
+  std::int64_t* strides;
+  std::uint64_t byte_offset;
 };
 
 namespace {
@@ -123,6 +144,12 @@ std::string lines_of(const std::vector<Candidate>& candidates) {
   return lines;
 }
 
+std::string lines_of(const std::vector<std::string_view>& names) {
+  std::string lines;
+  for (const std::string_view name : names) lines.append(name).append("\n");
+  return lines;
+}
+
 template <class Args>
 OperatorEntry entry_of() {
   static_assert(std::is_standard_layout_v<Args> && std::is_trivially_copyable_v<Args>);
@@ -146,6 +173,11 @@ OperatorEntry entry_of() {
       .explain =
           [](const void* args, const Execution* execution, const char** lines) {
             return give_text(lines, [&] { return lines_of(explain(as<Args>(args), *execution)); });
+          },
+      .kernels =
+          [](int backend, const char** lines) {
+            return give_text(
+                lines, [&] { return lines_of(kernels<Args>(static_cast<Backend>(backend))); });
           },
   };
 }
@@ -177,6 +209,25 @@ const winnow::c_abi::OperatorEntry* winnow_operators(std::size_t* count) {
   const std::span<const winnow::c_abi::OperatorEntry> entries = winnow::c_abi::operator_entries();
   *count = entries.size();
   return entries.data();
+}
+
+/// Fills tensors of an argument struct, those at `offsets`, with views of Python objects; a null
+/// object is an absent tensor. `view` is a function of DLPack's exchange API: it must know all of
+/// the objects, and it sets Python's error where it fails, so the caller holds Python's lock.
+int winnow_view_objects(int (*view)(void* object, winnow::c_abi::DLTensor* tensor),
+                        void* const* objects, const std::int32_t* offsets, std::size_t count,
+                        std::byte* args) {
+  using namespace winnow::c_abi;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (objects[i] == nullptr) continue;
+    DLTensor viewed;
+    if (view(objects[i], &viewed) != 0) return kUnexpected;
+    auto* const tensor = reinterpret_cast<winnow::Tensor*>(args + offsets[i]);
+    if (const int code = guard([&] { *tensor = winnow::from_dlpack(viewed); }); code != 0) {
+      return code;
+    }
+  }
+  return 0;
 }
 
 int winnow_backend_why_not(int backend, const char** reason) {

@@ -3,6 +3,7 @@
 
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -87,16 +88,16 @@ def test_numbers_that_do_not_fit_are_refused_by_name():
     for ratio in (2**40, 1.5, "two"):
         with pytest.raises(ValueError, match="key_windows: ratio"):
             _lib.run("key_windows", ratio=ratio)
-    with pytest.raises(ValueError, match="execution: workspace_bytes"):
+    with pytest.raises(ValueError, match="execution: "):
         _lib.execution(workspace_bytes=-1)
     with pytest.raises(TypeError, match="key_windows: no argument rows"):
         _lib.run("key_windows", rows=3)
 
 
-@pytest.mark.parametrize("op", list(_lib._STRUCTS))
+@pytest.mark.parametrize("op", list(_lib.operators))
 def test_an_empty_call_names_its_first_argument(op):
-    first = _lib._STRUCTS[op].split()[0]
-    for function in (_lib.run, _lib.workspace_bytes, _lib.why_not):
+    first = next(iter(_lib.operators[op].fields))
+    for function in (_lib.run, _lib.workspace_bytes, _lib.why_not, _lib.explain):
         with pytest.raises(ValueError, match=f"{op}: {first} absent: must be given"):
             function(op)
 
@@ -126,6 +127,39 @@ def test_a_backend_that_is_not_there_says_why():
     for name in missing:
         with pytest.raises(ValueError, match="index_loss: target"):
             _lib.run("index_loss", _lib.execution(backend=name), **call | {"target": None})
+
+
+def test_words_and_numbers_have_the_defaults_of_the_library():
+    fields = _lib.operators["key_windows"].fields
+    assert fields["padding_rows"].words == ("empty", "see_document")
+    assert (fields["ratio"].letter, fields["ratio"].default) == ("i", struct.pack("i", 1))
+    assert _lib.operators["sparse_attention_forward"].fields["scale"].letter == "f"
+    with pytest.raises(ValueError, match="padding_rows 'full': must be one of empty, see_document"):
+        _lib.run("key_windows", padding_rows="full")
+
+
+def test_explain_names_every_kernel_and_the_first_that_can_runs():
+    call = loss_call(Random(7))
+    candidates = _lib.explain("index_loss", **call)
+    names = {candidate.kernel for candidate in candidates if candidate.kernel}
+    assert names and names <= _lib.KERNELS["index_loss"]
+    can = [candidate for candidate in candidates if not candidate.reason]
+    assert can and can[0].backend in _lib.backends()
+    for candidate in can:
+        execution = _lib.execution(backend=candidate.backend, kernel=candidate.kernel)
+        other = loss_call(Random(7))
+        _lib.run("index_loss", execution, **other)
+        chosen = [c for c in _lib.explain("index_loss", execution, **other) if not c.reason]
+        assert chosen == [candidate]
+        assert other["loss"].isfinite().all()
+    cannot = next(candidate for candidate in candidates if candidate.reason)
+    assert cannot.backend not in _lib.backends() or cannot.kernel
+
+
+def test_a_kernel_that_does_not_exist_is_refused_with_all_names():
+    with pytest.raises(ValueError, match="index_loss: kernel .*fastest") as caught:
+        _lib.run("index_loss", _lib.execution(kernel="fastest"), **loss_call(Random(8)))
+    assert all(name in str(caught.value) for name in _lib.KERNELS["index_loss"])
 
 
 def test_automatic_takes_a_backend_that_can():
@@ -214,14 +248,14 @@ def test_a_library_of_another_version_is_refused(tmp_path):
     shutil.copytree(os.path.dirname(winnow.__file__), tmp_path / "winnow")
     changes = {
         "__init__.py": ('__version__ = "0.1.0"', '__version__ = "9.9.9"'),
-        "_lib.py": ("x values scale power_of_two:?=0", "x values scale"),
+        "_lib.py": ('"iPPNNi?PPP"', '"iPPNNi?PP"'),
     }
     for name, (old, new) in changes.items():
         file = tmp_path / "winnow" / name
         file.write_text(file.read_text().replace(old, new))
     done = python("import winnow._lib", PYTHONPATH=str(tmp_path), WINNOW_LIBRARY=_lib.path)
-    assert "does not belong to this package: quantize_fp8 272 (here 264)" in done.stderr
-    assert f"version {winnow.__version__} (here 9.9.9)" in done.stderr
+    differ = f"version {winnow.__version__} (here 9.9.9), Execution 72 (here 64)"
+    assert f"does not belong to this package: {differ}" in done.stderr
 
 
 class TestHostFunctions:

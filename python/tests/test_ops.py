@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.ops.winnow: schemas, fake tensors, allocation, and why_not."""
 
+import gc
 import inspect
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -110,7 +113,7 @@ def every_call(dtype: torch.dtype) -> list:
 
 def test_every_operator_is_in_these_tests():
     assert set(calls(Inputs(bf16))) == set(ops._calls)
-    assert {op for op, _ in ops._calls.values()} == set(_lib._STRUCTS)
+    assert {op for op, _ in ops._calls.values()} == set(_lib.operators)
 
 
 @pytest.mark.parametrize(("name", "args"), every_call(bf16) + every_call(f64))
@@ -161,6 +164,109 @@ def test_workspace_comes_from_torch(monkeypatch):
         "sparse_attention_backward", execution, **dict(zip(names, args, strict=True)), **outputs
     )
     assert size > 0 and taken == [size]
+
+
+class TestWorkspace:
+    """Torch's allocator, called back from the library."""
+
+    def backward(self, x: Inputs, **options):
+        args = (x.q, x.kv, x.indices, x.lengths, None, x.out, x.lse, x.d_out, None, SCALE)
+        return torch.ops.winnow.sparse_attention_backward(*args, backend="cpu", **options)
+
+    def test_an_error_of_the_allocator_comes_out_of_the_call(self, monkeypatch, capfd):
+        error = torch.OutOfMemoryError("no memory left")
+
+        def refuse(size, device):
+            raise error
+
+        x = Inputs(bf16)
+        with monkeypatch.context() as patched:
+            patched.setattr(ops, "_workspace", refuse)
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                self.backward(x)
+        assert caught.value is error
+        assert capfd.readouterr() == ("", "")
+        assert all(t.isfinite().all() for t in self.backward(x)[:2])
+
+    def test_after_an_error_no_tensor_is_held(self, monkeypatch):
+        def refuse(size, device):
+            raise RuntimeError("no memory left")
+
+        x = Inputs(bf16)
+        monkeypatch.setattr(ops, "_workspace", refuse)
+        held = weakref.ref(x.d_out)
+        gc.disable()
+        try:
+            with pytest.raises(RuntimeError, match="no memory left"):
+                self.backward(x)
+            del x
+            assert held() is None
+        finally:
+            gc.enable()
+
+    def test_an_allocator_may_call_operators(self, monkeypatch):
+        x = Inputs(bf16)
+        expected, real = self.backward(x), ops._workspace
+        within = []
+
+        def nested(size, device):
+            if not within:
+                within.append(None)
+                within.extend(self.backward(x))
+            return real(size, device)
+
+        monkeypatch.setattr(ops, "_workspace", nested)
+        for a, b, c in zip(self.backward(x)[:2], within[1:3], expected[:2], strict=True):
+            assert_equal(a, c)
+            assert_equal(b, c)
+
+    def test_threads_have_a_workspace_each(self):
+        batches = [Inputs(bf16, seed) for seed in range(4)]
+        expected = [self.backward(x) for x in batches]
+
+        def same(i: int) -> bool:
+            actual = self.backward(batches[i % 4])
+            return all(map(torch.equal, actual[:2], expected[i % 4][:2]))
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(same, range(200)))
+
+
+class TestPacking:
+    """The argument structs that the exchange API and Python fill in are the same bytes."""
+
+    @pytest.mark.skipif(not ops._VIEW, reason="this torch has no exchange API")
+    @pytest.mark.parametrize(("name", "args"), every_call(bf16) + every_call(f64))
+    def test_viewed_tensors_are_those_that_python_describes(self, name, args):
+        op, describe = ops._calls[name]
+        turned = [  # other strides, and storage that begins elsewhere
+            torch.cat([t, t]).movedim(0, -1).contiguous().movedim(-1, 0)[len(t) :]
+            if isinstance(t, torch.Tensor) and t.dim() and t.dtype != f8
+            else t
+            for t in args
+        ]
+        for call in (args, turned):
+            _, fields = describe(*call)
+            operator = _lib.operators[op]
+            viewed = operator.pack_viewed(fields, ops._VIEW)
+            assert viewed.raw == operator.pack(fields, []).raw
+
+    def test_without_the_exchange_api_calls_are_the_same(self, monkeypatch):
+        x = Inputs(bf16)
+        monkeypatch.setattr(ops, "_VIEW", _lib.object_view(object))
+        assert ops._VIEW == 0
+        assert_equal(Inputs(bf16).out, x.out)
+
+    def test_what_is_no_tensor_for_winnow_is_refused_by_name(self):
+        x = Inputs(bf16)
+        call = torch.ops.winnow.sparse_attention_forward
+        for change, text in (
+            ({"indices": x.indices.long()}, "indices has dtype int64"),
+            ({"q": x.q[None, None]}, "q has 5 dimensions"),
+        ):
+            tensors = {"q": x.q, "kv": x.kv, "indices": x.indices} | change
+            with pytest.raises(ValueError, match=f"sparse_attention_forward: {text}"):
+                call(*tensors.values(), None, None, V_DIM, SCALE)
 
 
 @pytest.fixture
@@ -251,6 +357,87 @@ class TestWhyNot:
         x = Inputs(bf16)
         with pytest.raises(ValueError, match="sparse_attention_forward: kv"):
             winnow.why_not(winnow.sparse_attention, x.q, x.kv[:, :8], x.indices)
+
+
+class TestExplain:
+    def test_names_what_runs_and_why_not_the_others(self):
+        x = Inputs(f64)
+        call = (winnow.sparse_attention, x.q.requires_grad_(), x.kv, x.indices)
+        told = winnow.explain(*call, v_dim=V_DIM, scale=SCALE)
+        forward, backward = told.operators
+        assert (forward.op, backward.op) == (
+            "sparse_attention_forward",
+            "sparse_attention_backward",
+        )
+        for choice in told.operators:
+            assert choice.backend == "reference" and choice.kernel in _lib.KERNELS[choice.op]
+            refused = {(c.backend, c.reason) for c in choice.refusals}
+            assert ("cpu", "does not take f64: it computes in fp32") in refused
+            assert "cuda" in {backend for backend, _ in refused}
+            assert len(choice.refusals) + 1 == len(choice.candidates)
+
+    def test_prints_as_a_table(self):
+        x = Inputs(bf16)
+        told = winnow.explain(winnow.quantize_fp8, x.kv)
+        header, *lines = str(told).splitlines()
+        assert header.split() == ["operator", "backend", "kernel"]
+        (choice,) = told.operators
+        assert len(lines) == len(choice.candidates)
+        assert lines[0].startswith("quantize_fp8 ")
+        runs = [line for line in lines if line.endswith("  runs")]
+        assert len(runs) == 1 and choice.backend in runs[0] and choice.kernel in runs[0]
+        assert any(line.endswith("could run") and "reference" in line for line in lines)
+
+    def test_says_that_nothing_can(self):
+        x = Inputs(f64)
+        told = winnow.explain(winnow.sparse_attention, x.q, x.kv, x.indices, backend="cpu")
+        (choice,) = told.operators
+        assert choice.chosen is choice.backend is choice.kernel is None
+        assert choice.refusals == choice.candidates
+
+    def test_nothing_runs(self, settings):
+        x = Inputs(bf16)
+        settings.clear()
+        winnow.explain(winnow.sparse_attention, x.q.requires_grad_(), x.kv, x.indices)
+        assert not settings
+
+
+class TestKernel:
+    def test_forward_and_backward_take_the_kernel_of_that_name(self, settings):
+        x = Inputs(bf16)
+        name = next(iter(_lib.KERNELS["sparse_attention_forward"] & _lib.KERNELS["key_windows"]))
+        x.q.requires_grad_()
+        settings.clear()
+        winnow.sparse_attention(x.q, x.kv, x.indices, kernel=name).out.sum().backward()
+        assert [(call["op"], call["kernel"]) for call in settings] == [
+            ("sparse_attention_forward", name),
+            ("sparse_attention_backward", name),
+        ]
+
+    def test_backward_without_such_a_kernel_chooses(self, settings, monkeypatch):
+        x = Inputs(bf16)
+        name = next(iter(_lib.KERNELS["sparse_attention_forward"]))
+        monkeypatch.setitem(_lib.KERNELS, "sparse_attention_backward", frozenset())
+        x.q.requires_grad_()
+        settings.clear()
+        winnow.sparse_attention(x.q, x.kv, x.indices, kernel=name).out.sum().backward()
+        assert [call["kernel"] for call in settings] == [name, ""]
+
+    def test_results_are_those_of_its_backend(self):
+        x = Inputs(bf16)
+        for name, backend in (("loops", "reference"), ("simd", "cpu")):
+            by_name = winnow.quantize_fp8(x.kv, kernel=name)
+            for a, b in zip(by_name, winnow.quantize_fp8(x.kv, backend=backend), strict=True):
+                assert_equal(a.float(), b.float())
+            told = winnow.explain(winnow.quantize_fp8, x.kv, kernel=name)
+            assert told.operators[0].backend == backend
+
+    def test_an_unknown_name_is_refused_with_all_names(self):
+        x = Inputs(bf16)
+        with pytest.raises(ValueError, match="sparse_attention_forward: kernel .*fastest") as error:
+            winnow.sparse_attention(x.q, x.kv, x.indices, kernel="fastest")
+        names = _lib.KERNELS["sparse_attention_forward"]
+        assert names and all(name in str(error.value) for name in names)
 
 
 def test_backends_are_described():
