@@ -84,11 +84,15 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+}  // namespace
+
 void compute_divergence(const Divergence& call, cudaStream_t stream) {
   launch(divergence_kernel,
          {.blocks = std::min(call.tokens, kMaxBlocks), .threads = kThreads, .stream = stream},
          call);
 }
+
+namespace {
 
 std::string why_not(const IndexLoss& args, const Execution&) {
   return args.scores.dtype == DType::f64 ? refusal::no_f64 : "";

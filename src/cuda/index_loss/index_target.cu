@@ -38,6 +38,8 @@ struct Probability {
   }
 };
 
+}  // namespace
+
 void sum_probabilities(const AttentionTarget& call, cudaStream_t stream) {
   const auto* const lse = data_of<const float>(call.lse);
   const auto* const sink = data_of<const float>(call.sink);
@@ -51,6 +53,8 @@ void sum_probabilities(const AttentionTarget& call, cudaStream_t stream) {
                   sum_heads<T, kHeads>(operands, call.target, term, first_head > 0, stream);
                 });
 }
+
+namespace {
 
 std::string why_not(const IndexTarget& args, const Execution&) {
   return args.q.dtype == DType::f64 ? refusal::no_f64 : "";
