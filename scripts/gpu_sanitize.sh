@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Runs a short list of tests on this machine's GPU under each tool of compute-sanitizer.
-#   gpu_sanitize.sh FOLDER     where the tests are: a build with CUDA, or what gpu_bundle.sh packed
+#   gpu_sanitize.sh [FOLDER]   where the tests are: a build with CUDA. Default: beside this script,
+#                              as gpu_bundle.sh packs it
 # Prints one line a tool, and the end of the log of each program that failed. Exits with 1 if a tool
 # found an error, a test failed, or a program ran no test.
 set -euo pipefail
-folder=$1
+folder=${1:-$(dirname "$0")}
 seconds=180 # of one program under one tool; a hang ends as a failure
 PATH=$PATH:/usr/local/cuda/bin
 logs=$(mktemp -d)
