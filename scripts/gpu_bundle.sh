@@ -11,7 +11,7 @@ build=$1
 folder=$2
 
 rm -rf "$folder"
-mkdir -p "$folder/python"
+mkdir -p "$folder"
 cp "$build"/libwinnow.so "$build"/winnow "$build"/*_test "$folder"
 if [[ -e $build/mpi_test ]]; then
   cp "$build"/mpi_rank "$build"/mpi_failing_rank "$build"/context_parallel "$folder"
@@ -33,6 +33,7 @@ if mpi=$(libraries "$folder"/winnow | grep '/libmpi\.so'); then
 fi
 find "$folder" -type f -exec strip {} +
 
+mkdir "$folder/python"
 cp -r python/winnow python/tests "$folder/python"
 find "$folder/python" -name __pycache__ -prune -exec rm -r {} +
 cp -r README.md docs examples "$folder"

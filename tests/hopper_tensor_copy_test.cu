@@ -129,15 +129,16 @@ std::uint32_t columns_of(DType dtype) {
 
 class TensorCopy : public OnHopper {};
 
-// As the indexer copies keys: the last boxes reach past the rows, and the columns.
+// As the indexer copies keys: the last boxes reach past the rows, and the columns. Boxes begin at
+// 16-byte boundaries, as the instruction asks.
 TEST_F(TensorCopy, FillsBoxesOfAMatrix) {
   constexpr int kRows = 100;
   constexpr int kColumns = 144;
   for (const DType dtype : {DType::bf16, DType::f16, DType::f8_e4m3}) {
     const Input input(dtype, {kRows, kColumns});
     for (const Coordinates& start :
-         {Coordinates{0, 0}, Coordinates{36, 8}, Coordinates{60, 0}, Coordinates{64, 128},
-          Coordinates{99, 143}, Coordinates{-3, -8}, Coordinates{200, 0}}) {
+         {Coordinates{0, 0}, Coordinates{36, 16}, Coordinates{60, 0}, Coordinates{64, 128},
+          Coordinates{99, 128}, Coordinates{-3, -16}, Coordinates{200, 0}}) {
       expect_plain_box<2>(
           input.buffer.tensor(), {64, columns_of(dtype)}, start,
           [&](const Coordinates& at) { return input.values[at.of[0] * kColumns + at.of[1]]; });

@@ -62,7 +62,6 @@ inline constexpr char no_such_op[] = "does not have this operator";
 inline constexpr char device_out_of_reach[] = "cannot reach tensors on {}";
 inline constexpr char over_limit[] =
     "needs a workspace_limit of at least {} bytes for this call, the limit is {}";
-inline constexpr char other_kernel[] = "is not the one that was asked for";
 
 // The same of the cuda backend and its kernels. Which of them a machine can give depends on its
 // GPU.
@@ -84,11 +83,14 @@ inline constexpr char takes_positive_scale[] = "takes a positive scale";
 inline constexpr char takes_whole_rows[] = "takes all slots of a row at a time";
 inline constexpr char no_replay[] = "does not replay";
 
+// What explain says of kernels beside the one that was asked for.
+inline constexpr char other_kernel[] = "is not the one that was asked for";
+
 // Running out of memory.
 inline constexpr char no_workspace[] = "cannot allocate a workspace of {} bytes";
 
 /// Those that every machine can give.
-inline constexpr std::array<const char*, 46> all = {absent,
+inline constexpr std::array<const char*, 45> all = {absent,
                                                     rank,
                                                     rank_of_x,
                                                     dtype,
@@ -132,7 +134,6 @@ inline constexpr std::array<const char*, 46> all = {absent,
                                                     not_built,
                                                     no_such_op,
                                                     device_out_of_reach,
-                                                    over_limit,
-                                                    other_kernel};
+                                                    over_limit};
 
 }  // namespace winnow::refusal
