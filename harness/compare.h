@@ -19,7 +19,8 @@ struct Report {
   double limit = 0;  // what the judged ones of the two may be
   bool ok = true;
   bool skipped = false;
-  std::string note{};  // why it was skipped, or where it went wrong
+  std::string note{};    // why it was skipped, or where it went wrong
+  std::string kernel{};  // that computed it; empty: no single one did
 };
 
 /// "out                            max 3.1e-3  rms 4.0e-4  limit 3.9e-3  ok"

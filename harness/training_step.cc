@@ -8,6 +8,7 @@
 #include <numeric>
 #include <utility>
 
+#include "harness/kernel_choice.h"
 #include "harness/key_flops.h"
 
 namespace winnow::harness {
@@ -203,7 +204,9 @@ void TrainingStep::clear_sums() {
 }
 
 void TrainingStep::run(const Execution& execution) const {
-  visit_calls([&](const char*, const auto& args, double) { harness::run(args, execution); });
+  visit_calls([&]<class Args>(const char*, const Args& args, double) {
+    harness::run(args, for_operator<Args>(execution));
+  });
 }
 
 TrainingStep::Flops TrainingStep::flops() const {

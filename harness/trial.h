@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "harness/compare.h"
+#include "harness/kernel_choice.h"
 #include "harness/workload.h"
 
 namespace winnow::harness {
@@ -37,9 +38,11 @@ class Trial {
   /// Runs a call of the tested workload; false, with a report, if the backend cannot.
   template <class Args>
   bool run(std::string what, const Args& args) {
-    std::string reason = why_not(args, execution_);
+    const Execution execution = for_operator<Args>(execution_);
+    std::string reason = why_not(args, execution);
     if (reason.empty()) {
-      harness::run(args, execution_);
+      harness::run(args, execution);
+      kernel_ = kernel_of(args, execution);
       return true;
     }
     Report report;
@@ -50,7 +53,11 @@ class Trial {
     return false;
   }
 
-  void add(Report report) { reports_.push_back(std::move(report)); }
+  /// Adds what was found out about the last call.
+  void add(Report report) {
+    if (!report.skipped) report.kernel = kernel_;
+    reports_.push_back(std::move(report));
+  }
   void check_canaries(const Buffers& buffers);
   std::vector<Report> reports() const { return reports_; }
 
@@ -60,6 +67,7 @@ class Trial {
   Rows at_;  // where the compared rows stand in the tested workload; empty: everywhere
   Placement tested_;
   Placement oracle_;
+  std::string kernel_;  // of the last call
   std::vector<Report> reports_;
 };
 

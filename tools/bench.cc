@@ -27,9 +27,6 @@
 namespace winnow::tools {
 namespace {
 
-constexpr char kDefaultCase[] = "glm-5.2";
-constexpr char kDefaultCaseWithWindow[] = "deepseek-v4-flash";
-
 /// What is timed where neither an operator nor a case is asked for.
 struct Listed {
   std::string_view op;
@@ -50,6 +47,7 @@ struct Options {
   std::string op;
   std::string name_of_case;
   std::string backend;
+  std::string kernel;
   std::string slots = "ascending";
   bool forward = false;
   bool backward = false;
@@ -111,7 +109,7 @@ std::vector<Plan> listed_plans(const Options& options) {
   return plans;
 }
 
-/// The plans for all ops asked for; without a case an op gets one that has it.
+/// The plans for all ops asked for, if the case has them.
 std::vector<Plan> plans_of(const Options& options) {
   std::vector<Plan> plans;
   if (!options.rates_file.empty()) {
@@ -119,18 +117,20 @@ std::vector<Plan> plans_of(const Options& options) {
       plans.push_back(plan_of(each.op, each.c, options));
     return plans;
   }
-  const bool any_case = options.name_of_case.empty();
-  if (any_case && options.op.empty()) return listed_plans(options);
+  if (options.op.empty() && options.name_of_case.empty()) return listed_plans(options);
   for (const std::string_view op : op_words(options.op)) {
-    const harness::Case* c =
-        &harness::find_case(any_case ? kDefaultCase : options.name_of_case.c_str());
-    if (any_case && !harness::missing(op, *c).empty())
-      c = &harness::find_case(kDefaultCaseWithWindow);
-    const std::string reason = harness::missing(op, *c);
-    if (!reason.empty() && !options.op.empty()) throw std::invalid_argument(reason);
-    if (reason.empty()) plans.push_back(plan_of(op, *c, options));
+    const bool may_lack = options.op.empty();
+    if (may_lack && !harness::missing(op, harness::find_case(options.name_of_case)).empty())
+      continue;
+    plans.push_back(plan_of(op, case_word(options.name_of_case, op), options));
   }
   return plans;
+}
+
+std::vector<std::string_view> ops_of(const std::vector<Plan>& plans) {
+  std::vector<std::string_view> ops;
+  for (const Plan& plan : plans) ops.push_back(plan.op);
+  return ops;
 }
 
 struct Results {
@@ -183,18 +183,18 @@ void print_table(const std::vector<Measured>& measured, const Results& results) 
   });
   fmt::print("\n{}, {}\n  attention: {}\n  indexer: {}\n\n", c.name, name(c.dtype),
              attention_text(c), indexer_text(c, /*with_keys=*/false));
-  Table table({"<call", "queries", "keys", "time", "speed", "of product", "workspace",
+  Table table({"<call", "<kernel", "queries", "keys", "time", "speed", "of product", "workspace",
                scaling ? "scaling" : ""});
   for (const Measured& each : measured) {
     const std::string queries = fmt::to_string(each.c.tokens);
     const std::string keys = fmt::to_string(each.c.keys());
     if (!each.why_not.empty()) {
-      table.add({each.call, queries, keys, "-", "", "", "", ""});
+      table.add({each.call, "-", queries, keys, "-", "", "", "", ""});
       continue;
     }
     const double rate = each.flops / each.timing.median;
     const double product = results.product ? results.product->flops_per_second : 0;
-    table.add({each.call, queries, keys, seconds_text(each.timing.median),
+    table.add({each.call, each.kernel, queries, keys, seconds_text(each.timing.median),
                each.flops > 0 ? rate_text(rate) : "",
                each.flops > 0 && product > 0 ? fmt::format("{:.3f}", rate / product) : "",
                bytes_text(static_cast<double>(each.workspace_bytes)), scaling_text(each)});
@@ -245,6 +245,7 @@ nlohmann::ordered_json json_of(const Results& results, const Options& options) {
       json["why_not"] = each.why_not;
       continue;
     }
+    json["kernel"] = each.kernel;
     json["median_seconds"] = each.timing.median;
     json["fastest_seconds"] = each.timing.fastest;
     json["slowest_seconds"] = each.timing.slowest;
@@ -291,12 +292,13 @@ void bench(const Options& options) {
     throw std::invalid_argument(
         fmt::format("--scaling: is for backends on the CPU, which {} is not", name(backend)));
   const std::vector<Plan> plans = plans_of(options);
-  std::ofstream file = opened(options.json_file);
-  std::ofstream rates_file = opened(options.rates_file);
   Execution execution{.backend = backend, .threads = options.threads};
+  execution.kernel = kernel_word(options.kernel, ops_of(plans), {backend});
   execution.deterministic = options.deterministic;
   if (options.limit_mib > 0)
     execution.workspace_limit = static_cast<std::size_t>(options.limit_mib) << 20;
+  std::ofstream file = opened(options.json_file);
+  std::ofstream rates_file = opened(options.rates_file);
   const Results results = measure_all(plans, execution);
   if (rates_file.is_open())
     rates_file << rates_text(
@@ -318,12 +320,10 @@ void add_bench(CLI::App& app, int&) {
   command->add_option(
       "OP", options->op,
       "One of " + join(op_words("")) + ". Default: all; without a case, some in several sizes.");
-  command->add_option("--case", options->name_of_case,
-                      fmt::format("One of {} or any other case of check. Default: {}, or {} where "
-                                  "that lacks the operator.",
-                                  join(model_names()), kDefaultCase, kDefaultCaseWithWindow));
+  command->add_option("--case", options->name_of_case, case_help());
   command->add_option("--backend", options->backend,
                       "One of " + join(backend_names()) + ". Default: the fastest here.");
+  command->add_option("--kernel", options->kernel, kKernelHelp);
   command->add_flag("--forward", options->forward, "Only forward calls.");
   command->add_flag("--backward", options->backward, "Only backward calls.");
   command->add_option("--slots", options->slots,

@@ -75,6 +75,7 @@ std::vector<Measured> benchmark(const Plan& plan, const Execution& execution, Pr
     result.flops = call.flops;
     result.why_not = reason;
     if (!reason.empty()) continue;
+    result.kernel = call.kernel(execution);
     result.workspace_bytes = call.workspace_bytes(execution);
     const auto timed = [&](Execution each) {
       // As callers do that call more than once.

@@ -29,7 +29,8 @@ struct Plan {
 
 struct Measured {
   std::string call;
-  harness::Case c;  // as measured
+  std::string kernel;  // that ran
+  harness::Case c;     // as measured
   Timing timing;
   std::optional<Timing> one_thread;
   double flops = 0;  // 0: bound by memory

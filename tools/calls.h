@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "harness/cases.h"
+#include "harness/kernel_choice.h"
 #include "harness/workload.h"
 #include "winnow/winnow.h"
 
@@ -22,14 +23,23 @@ struct Call {
   std::function<void(const Execution&)> run;
   std::function<std::string(const Execution&)> why_not;
   std::function<std::size_t(const Execution&)> workspace_bytes;
+  std::function<std::vector<Candidate>(const Execution&)> explain;
+
+  /// The name of the kernel that runs the call, which can run.
+  std::string kernel(const Execution& execution) const {
+    return std::string(harness::chosen(explain(execution))->kernel);
+  }
 };
 
 template <class Args>
 Call call(std::string name, const Args& args, double flops = 0) {
-  return {std::move(name), flops,
-          [args](const Execution& execution) { harness::run(args, execution); },
-          [args](const Execution& execution) { return why_not(args, execution); },
-          [args](const Execution& execution) { return workspace_bytes(args, execution); }};
+  using harness::for_operator;
+  return {std::move(name),
+          flops,
+          [args](const Execution& e) { harness::run(args, for_operator<Args>(e)); },
+          [args](const Execution& e) { return why_not(args, for_operator<Args>(e)); },
+          [args](const Execution& e) { return workspace_bytes(args, for_operator<Args>(e)); },
+          [args](const Execution& e) { return winnow::explain(args, for_operator<Args>(e)); }};
 }
 
 /// Calls in an order in which each finds what it reads.

@@ -27,6 +27,7 @@ namespace {
 struct Options {
   std::string op;
   std::string backend;
+  std::string kernel;
   std::string name_of_case;
   std::uint64_t seed = 1;
   bool json = false;
@@ -52,10 +53,22 @@ harness::Case trimmed(harness::Case c, Backend backend) {
   return c;
 }
 
+bool has_kernel(const Options& options, Backend backend) {
+  const std::vector<std::string_view> names = kernel_names(op_words(options.op), backend);
+  return std::find(names.begin(), names.end(), options.kernel) != names.end();
+}
+
+std::vector<Backend> backends_of(const Options& options) {
+  std::vector<Backend> backends = options.backend.empty()
+                                      ? harness::usable_backends()
+                                      : std::vector{backend_word(options.backend)};
+  if (kernel_word(options.kernel, op_words(options.op), backends) != nullptr)
+    std::erase_if(backends, [&](Backend backend) { return !has_kernel(options, backend); });
+  return backends;
+}
+
 std::vector<Task> tasks_of(const Options& options) {
-  const std::vector<Backend> backends = options.backend.empty()
-                                            ? harness::usable_backends()
-                                            : std::vector{backend_word(options.backend)};
+  const std::vector<Backend> backends = backends_of(options);
   std::vector<harness::Case> cases;
   if (!options.name_of_case.empty()) cases.push_back(harness::find_case(options.name_of_case));
   for (const harness::Case& each : harness::cases())
@@ -71,6 +84,16 @@ std::vector<Task> tasks_of(const Options& options) {
           tasks.push_back({op, options.name_of_case.empty() ? trimmed(c, backend) : c, backend});
       }
   return tasks;
+}
+
+/// The kernels that ran, in the order of the reports.
+std::vector<std::string_view> kernels_of(const std::vector<harness::Report>& reports) {
+  std::vector<std::string_view> kernels;
+  for (const harness::Report& report : reports)
+    if (!report.kernel.empty() &&
+        std::find(kernels.begin(), kernels.end(), report.kernel) == kernels.end())
+      kernels.push_back(report.kernel);
+  return kernels;
 }
 
 struct Counts {
@@ -96,12 +119,18 @@ int check(const Options& options) {
     Progress progress(work);
     for (const Task& task : tasks) {
       progress.begin(fmt::format("{}, {}", task.op, task.c.name), task.c.full ? kFullWork : 1);
-      const auto reports = harness::check(task.op, task.c, {.backend = task.backend}, options.seed);
-      std::string text = task.title() + '\n';
+      Execution execution{.backend = task.backend};
+      execution.kernel = kernel_word(options.kernel, op_words(options.op), {task.backend});
+      const auto reports = harness::check(task.op, task.c, execution, options.seed);
+      const std::vector<std::string_view> kernels = kernels_of(reports);
+      std::string text = task.title();
+      if (!kernels.empty()) text += fmt::format(", {}", join(kernels, " and "));
+      text += '\n';
       nlohmann::ordered_json lines = nlohmann::json::array();
       for (const harness::Report& report : reports) {
         counts.add(report);
-        text += fmt::format("  {}\n", line(report));
+        const bool ambiguous = kernels.size() > 1 && !report.kernel.empty();
+        text += fmt::format("  {}{}\n", line(report), ambiguous ? "  by " + report.kernel : "");
         lines.push_back(json_of(report));
       }
       if (!options.json) progress.print(text);
@@ -135,7 +164,9 @@ void add_check(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<Options>();
   command->add_option("OP", options->op, "One of " + join(op_words("")) + ". Default: all.");
   command->add_option("--backend", options->backend,
-                      "One of " + join(backend_names()) + ". Default: all that are usable here.");
+                      "One of " + join(backend_names()) +
+                          ". Default: all that are usable here and have the kernel asked for.");
+  command->add_option("--kernel", options->kernel, kKernelHelp);
   command->add_option("--case", options->name_of_case,
                       "A model (" + join(model_names()) +
                           ") or an awkward case; a bad word lists all. Default: all quick ones.");

@@ -97,8 +97,7 @@ void compare(const MpiJob& job, const RankRun& request, const harness::RankStep&
   std::unique_ptr<harness::TrainingStep> alone;
   if (job.rank() == 0) {
     alone = std::make_unique<harness::TrainingStep>(request.c, device, request.seed);
-    const Execution execution{.backend = request.backend};
-    outcome.alone_seconds = time_once(device, [&] { alone->run(execution); });
+    outcome.alone_seconds = time_once(device, [&] { alone->run(request.execution); });
   }
   const std::vector<harness::StepResult> results = results_of(rank);
   for (std::size_t i = 0; i < results.size(); ++i) {
@@ -119,7 +118,8 @@ void print_text(const RankRun& request, const Outcome& outcome) {
   const harness::Case& c = request.c;
   fmt::print("One training step of sparse attention over {} ranks, {} geometry, {}\n\n",
              outcome.ranks.size(), c.name, winnow::name(c.dtype));
-  fmt::print("backend    {}: {}\n", winnow::name(request.backend), describe(request.backend));
+  fmt::print("backend    {}: {}\n", winnow::name(request.execution.backend),
+             describe(request.execution.backend));
   fmt::print("batch      {} rows in {} packed documents, sharding {}\n", c.rows,
              harness::Batch(c).offsets.size() - 1, name(request.sharding));
   fmt::print("attention  {}\nindexer    {}\n\n", attention_text(c), indexer_text(c));
@@ -159,8 +159,8 @@ void print_json(const RankRun& request, const Outcome& outcome) {
   Json errors = Json::array();
   for (const harness::Report& report : outcome.reports) errors.push_back(json_of(report));
   const Json all{{"version", version()},
-                 {"backend", winnow::name(request.backend)},
-                 {"runs_on", describe(request.backend)},
+                 {"backend", winnow::name(request.execution.backend)},
+                 {"runs_on", describe(request.execution.backend)},
                  {"case", request.c.name},
                  {"rows", request.c.rows},
                  {"sharding", name(request.sharding)},
@@ -183,12 +183,13 @@ int run(const MpiJob& job, const RankRun& request) {
                                               request.c.rows, job.size()));
     }
   }
-  const Device device = harness::device_of(request.backend);
+  const Device device = harness::device_of(request.execution.backend);
   const auto communicator = mpi_communicator(job.world(), kTimeout);
   harness::RankStep rank(request.c, batch, request.sharding, *communicator, request.seed, device);
   // The ranks of this machine share its cores.
   const auto cores = static_cast<int>(std::thread::hardware_concurrency());
-  const Execution execution{.backend = request.backend, .threads = std::max(1, cores / job.size())};
+  Execution execution = request.execution;
+  execution.threads = std::max(1, cores / job.size());
 
   Outcome outcome;
   outcome.ranks = collect(job, run_step(rank, device, execution));

@@ -10,8 +10,8 @@
 namespace winnow::tools {
 
 struct RankRun {
-  harness::Case c;  // all of its rows are queries
-  Backend backend = Backend::cpu;
+  harness::Case c;      // all of its rows are queries
+  Execution execution;  // the threads of a rank are its share of the machine's
   Sharding sharding = Sharding::zigzag;
   std::uint64_t seed = 1;
   bool json = false;

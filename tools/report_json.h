@@ -19,6 +19,7 @@ inline nlohmann::ordered_json json_of(const harness::Report& report) {
     json["rms"] = report.rms;
     json["limit"] = report.limit;
   }
+  if (!report.kernel.empty()) json["kernel"] = report.kernel;
   if (!report.note.empty()) json["note"] = report.note;
   return json;
 }

@@ -30,6 +30,7 @@ constexpr std::int64_t kRankRows = 1024;  // over ranks, where one of them also 
 
 struct Options {
   std::string backend;
+  std::string kernel;
   std::string model = "glm-5.2";
   std::int64_t rows = 0;     // 0: kRows or kRankRows
   std::int64_t queries = 0;  // 0: as many as the backend does in less than a minute
@@ -87,17 +88,17 @@ void print_head(const harness::Case& c, Backend backend) {
 }
 
 void print_text(const harness::Case& c, const StepResult& result) {
-  Table stages({"<call", "time", "speed", "workspace"});
+  Table stages({"<call", "<kernel", "time", "speed", "workspace"});
   double seconds = 0;
   double flops = 0;
   for (const Stage& stage : result.stages) {
-    stages.add({stage.call, seconds_text(stage.seconds),
+    stages.add({stage.call, stage.kernel, seconds_text(stage.seconds),
                 stage.flops > 0 ? rate_text(stage.flops / stage.seconds) : "",
                 bytes_text(static_cast<double>(stage.workspace_bytes))});
     seconds += stage.seconds;
     flops += stage.flops;
   }
-  stages.add({"the step", seconds_text(seconds), rate_text(flops / seconds), ""});
+  stages.add({"the step", "", seconds_text(seconds), rate_text(flops / seconds), ""});
   fmt::print("{}mean index loss {:.4f}\n\n", stages.text(), result.mean_loss);
 
   Table memory({"<memory", "", "<instead of", ""});
@@ -119,7 +120,10 @@ void print_json(const harness::Case& c, const Options& options, Backend backend,
   using Json = nlohmann::ordered_json;
   Json stages = Json::array();
   for (const Stage& stage : result.stages) {
-    stages.push_back({{"call", stage.call}, {"seconds", stage.seconds}, {"flops", stage.flops}});
+    stages.push_back({{"call", stage.call},
+                      {"kernel", stage.kernel},
+                      {"seconds", stage.seconds},
+                      {"flops", stage.flops}});
     if (stage.flops > 0) stages.back()["flops_per_second"] = stage.flops / stage.seconds;
     stages.back()["workspace_bytes"] = stage.workspace_bytes;
   }
@@ -149,13 +153,19 @@ void print_json(const harness::Case& c, const Options& options, Backend backend,
   fmt::print("{}\n", all.dump(2));
 }
 
+Execution execution_of(const Options& options) {
+  Execution execution{.backend = backend_word(options.backend)};
+  execution.kernel = kernel_word(options.kernel, op_words(""), {execution.backend});
+  return execution;
+}
+
 int run_over_ranks(const Options& options) {
   harness::Case c = model_word(options.model);
   c.rows = c.tokens = options.rows > 0 ? options.rows : kRankRows;
   // Few enough keys that the indexer has to choose.
   c.topk = c.window + std::min(c.index_topk(), std::max<std::int64_t>(1, c.index_keys() / 8));
   return run_on_ranks({.c = c,
-                       .backend = backend_word(options.backend),
+                       .execution = execution_of(options),
                        .sharding = sharding_word(options.sharding),
                        .seed = options.seed,
                        .json = options.json});
@@ -163,10 +173,11 @@ int run_over_ranks(const Options& options) {
 
 int run(const Options& options) {
   if (options.context_parallel) return run_over_ranks(options);
-  const Backend backend = backend_word(options.backend);
+  const Execution execution = execution_of(options);
+  const Backend backend = execution.backend;
   const harness::Case c = sized_case(options, backend);
   if (!options.json) print_head(c, backend);
-  const StepResult result = run_step(c, {.backend = backend}, options.seed);
+  const StepResult result = run_step(c, execution, options.seed);
   if (options.json)
     print_json(c, options, backend, result);
   else
@@ -182,6 +193,7 @@ void add_run(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<Options>();
   command->add_option("--backend", options->backend,
                       "One of " + join(backend_names()) + ". Default: the fastest here.");
+  command->add_option("--kernel", options->kernel, kKernelHelp);
   command->add_option("--case", options->model,
                       "One of " + join(model_names()) + ". Default: glm-5.2.");
   command

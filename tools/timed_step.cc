@@ -94,8 +94,9 @@ StepResult run_step(const harness::Case& c, const Execution& execution, std::uin
   StepResult result;
   for (const Call& call : calls) {
     progress.begin(call.name, call.flops / flops);
-    result.stages.push_back({call.name, time_once(device, [&] { call.run(execution); }), call.flops,
-                             call.workspace_bytes(execution)});
+    const double seconds = time_once(device, [&] { call.run(execution); });
+    result.stages.push_back(
+        {call.name, call.kernel(execution), seconds, call.flops, call.workspace_bytes(execution)});
   }
   result.memory = memory_of(step, result.stages);
   result.mean_loss = mean_loss(step);

@@ -15,6 +15,7 @@ namespace winnow::tools {
 
 struct Stage {
   std::string call;
+  std::string kernel;  // that ran
   double seconds = 0;
   double flops = 0;  // 0: bound by memory
   std::size_t workspace_bytes = 0;

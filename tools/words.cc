@@ -12,7 +12,7 @@
 
 #include "harness/backends.h"
 #include "harness/workloads.h"
-#include "winnow/error.h"
+#include "winnow/winnow.h"
 
 namespace winnow::tools {
 namespace {
@@ -44,15 +44,44 @@ auto value_of(std::string_view what, const std::string& word, const Words& words
   refuse(what, word, names);
 }
 
+void add_new(std::vector<std::string_view>& names, const std::vector<std::string_view>& more) {
+  for (const std::string_view name : more)
+    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+}
+
+/// Whether a function belongs to the operator: it has its name, with a direction if it has two.
+bool is_of_op(std::string_view function, std::string_view op) {
+  if (!function.starts_with(op)) return false;
+  const std::string_view rest = function.substr(op.size());
+  return rest.empty() || rest == "_forward" || rest == "_backward";
+}
+
 }  // namespace
 
 std::string join(const std::vector<std::string_view>& words, std::string_view separator) {
   return fmt::format("{}", fmt::join(words, separator));
 }
 
+std::string case_help() {
+  return fmt::format(
+      "One of {} or any other case of check. Default: {}, or {} where that lacks the operator.",
+      join(model_names()), kDefaultCase, kDefaultCaseWithWindow);
+}
+
 std::vector<std::string_view> backend_names() {
   std::vector<std::string_view> names;
   for (const Backend backend : kBackends) names.push_back(name(backend));
+  return names;
+}
+
+std::vector<std::string_view> kernel_names(const std::vector<std::string_view>& ops,
+                                           Backend backend) {
+  std::vector<std::string_view> names;
+  for_each_operator([&]<class Args>(std::type_identity<Args>) {
+    const bool asked_for = std::any_of(
+        ops.begin(), ops.end(), [](std::string_view op) { return is_of_op(Args::kOperator, op); });
+    if (asked_for) add_new(names, kernels<Args>(backend));
+  });
   return names;
 }
 
@@ -81,6 +110,28 @@ std::vector<std::string_view> op_words(const std::string& word) {
   const auto found = std::find(ops.begin(), ops.end(), word);
   if (found == ops.end()) refuse("operator", word, ops);
   return {*found};
+}
+
+const harness::Case& case_word(const std::string& word, std::string_view op) {
+  const harness::Case& first = harness::find_case(word.empty() ? kDefaultCase : word);
+  const std::string reason = harness::missing(op, first);
+  if (reason.empty()) return first;
+  if (!word.empty()) throw std::invalid_argument(reason);
+  return harness::find_case(kDefaultCaseWithWindow);
+}
+
+const char* kernel_word(const std::string& word, const std::vector<std::string_view>& ops,
+                        const std::vector<Backend>& backends) {
+  if (word.empty()) return nullptr;
+  std::vector<std::string_view> names;
+  std::vector<std::string_view> places;
+  for (const Backend backend : backends) {
+    add_new(names, kernel_names(ops, backend));
+    places.push_back(name(backend));
+  }
+  if (std::find(names.begin(), names.end(), word) != names.end()) return word.c_str();
+  throw std::invalid_argument(
+      fmt::format("no kernel '{}' on {}: there are {}", word, join(places), join(names)));
 }
 
 const harness::Case& model_word(const std::string& word) {
