@@ -3,7 +3,7 @@
 # Runs what gpu_bundle.sh packed on this machine's GPU. It stands in the bundle as run.sh.
 #   run.sh                 the tests, then the benchmark
 #   run.sh tests           the C++ tests, then the Python ones where there are torch and pytest
-#   run.sh sanitize ...    compute-sanitizer over the kernels
+#   run.sh sanitize        short tests under each tool of compute-sanitizer
 #   run.sh COMMAND ...     a command of the tool: info, check, bench, with its options
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -52,6 +52,6 @@ case "${1:-all}" in
     exit $status
     ;;
   tests) ./winnow info; tests ;;
-  sanitize) shift; ./sanitize.sh "$@" ;;
+  sanitize) ./sanitize.sh . ;;
   *) ./winnow "$@" ;;
 esac

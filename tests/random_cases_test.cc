@@ -8,12 +8,12 @@
 #include "harness/checks.h"
 #include "harness/workloads.h"
 #include "tests/op_calls.h"
-#include "tests/sanitized.h"
 
 namespace winnow::tests {
 namespace {
 
-constexpr std::uint64_t kCases = kSanitized ? 60 : 400;
+constexpr std::uint64_t kCases = 60;
+constexpr std::uint64_t kSlowCases = 400;  // these included
 
 /// A small case with random options. Gradients are compared by their norm, which for a few numbers
 /// may be tiny by cancellation: so there are some rows, keys and heads at least, and extreme sinks
@@ -52,21 +52,27 @@ harness::Case random_case(std::uint64_t seed) {
   return c;
 }
 
-class RandomCases : public ::testing::TestWithParam<std::string_view> {};
-
-TEST_P(RandomCases, AgreeWithTheOracle) {
-  on_each_backend([](Backend backend) {
-    for (std::uint64_t seed = 0; seed < kCases && !HasFailure(); ++seed) {
+void expect_agreement(std::string_view op, std::uint64_t begin, std::uint64_t end) {
+  on_each_backend([&](Backend backend) {
+    for (std::uint64_t seed = begin; seed < end && !::testing::Test::HasFailure(); ++seed) {
       SCOPED_TRACE(fmt::format("seed {}", seed));
       for (const harness::Report& report :
-           harness::check(GetParam(), random_case(seed), {.backend = backend}, seed))
+           harness::check(op, random_case(seed), {.backend = backend}, seed))
         EXPECT_TRUE(report.ok) << harness::line(report);
     }
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ops, RandomCases, ::testing::ValuesIn(harness::ops()),
-                         [](const auto& info) { return std::string(info.param); });
+class RandomCases : public ::testing::TestWithParam<std::string_view> {};
+class SlowRandomCases : public RandomCases {};
+
+TEST_P(RandomCases, AgreeWithTheOracle) { expect_agreement(GetParam(), 0, kCases); }
+
+TEST_P(SlowRandomCases, AgreeWithTheOracle) { expect_agreement(GetParam(), kCases, kSlowCases); }
+
+constexpr auto op_name = [](const auto& info) { return std::string(info.param); };
+INSTANTIATE_TEST_SUITE_P(Ops, RandomCases, ::testing::ValuesIn(harness::ops()), op_name);
+INSTANTIATE_TEST_SUITE_P(Ops, SlowRandomCases, ::testing::ValuesIn(harness::ops()), op_name);
 
 }  // namespace
 }  // namespace winnow::tests
