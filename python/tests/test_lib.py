@@ -132,8 +132,8 @@ def test_a_backend_that_is_not_there_says_why():
 def test_words_and_numbers_have_the_defaults_of_the_library():
     fields = _lib.operators["key_windows"].fields
     assert fields["padding_rows"].words == ("empty", "see_document")
-    assert (fields["ratio"].letter, fields["ratio"].default) == ("i", struct.pack("i", 1))
-    assert _lib.operators["sparse_attention_forward"].fields["scale"].letter == "f"
+    assert (fields["ratio"].struct.format, fields["ratio"].default) == ("i", struct.pack("i", 1))
+    assert _lib.operators["sparse_attention_forward"].fields["scale"].struct.format == "f"
     with pytest.raises(ValueError, match="padding_rows 'full': must be one of empty, see_document"):
         _lib.run("key_windows", padding_rows="full")
 

@@ -26,7 +26,7 @@ class Run(NamedTuple):
     deterministic: bool = False  # in backward
 
 
-def forward_options(run: Run) -> dict[str, Any]:
+def forward_options(run: "Run | AttentionOptions") -> dict[str, Any]:
     """What was chosen, as options: torch takes time for each that it is given."""
     options: dict[str, Any] = {}
     if run.backend:
@@ -36,7 +36,7 @@ def forward_options(run: Run) -> dict[str, Any]:
     return options
 
 
-def _backward_options(run: Run, operator: str) -> dict[str, Any]:
+def _backward_options(run: "Run | AttentionOptions", operator: str) -> dict[str, Any]:
     """The same kernel where the operator has one of that name, else the best that can."""
     if run.kernel not in _lib.KERNELS[operator]:
         run = run._replace(kernel=None)
@@ -121,19 +121,22 @@ class AttentionOptions(NamedTuple):
     scale: float
     with_max_logits: bool
     max_heads_per_pass: int
+    backend: str | None  # from here on as in Run
+    kernel: str | None
+    deterministic: bool
 
 
 class SparseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, kv, indices, lengths, sink, options, run, keys) -> tuple[Tensor, ...]:
+    def forward(ctx, q, kv, indices, lengths, sink, options, keys) -> tuple[Tensor, ...]:
         kv, kept = _all_keys(kv, keys)
-        v_dim, scale, with_max_logits, _ = options
+        v_dim, scale, with_max_logits, *_ = options
         out, lse, max_logits = _ops.sparse_attention_forward(
-            q, kv, indices, lengths, sink, v_dim, scale, with_max_logits, **forward_options(run)
+            q, kv, indices, lengths, sink, v_dim, scale, with_max_logits, **forward_options(options)
         )
         ctx.save_for_backward(q, kept, indices, lengths, sink, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.run = options, run
+        ctx.options = options
         ctx.gathering = None if keys is None else keys.gathering
         if not with_max_logits:
             return out, lse  # torch 2.6 compiles no Function that returns None
@@ -143,7 +146,7 @@ class SparseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out, d_lse, *d_max_logits):
-        _, scale, _, max_heads_per_pass = ctx.options
+        options = ctx.options
         q, kv, *others, out, lse = ctx.saved_tensors
         d_q, d_kv, d_sink = _ops.sparse_attention_backward(
             q,
@@ -153,13 +156,13 @@ class SparseAttention(torch.autograd.Function):
             lse,
             torch.zeros_like(out) if d_out is None else d_out.contiguous(),
             None if d_lse is None else d_lse.contiguous(),
-            scale,
-            max_heads_per_pass,
+            options.scale,
+            options.max_heads_per_pass,
             ctx.gathering is not None,
-            **_backward_options(ctx.run, "sparse_attention_backward"),
+            **_backward_options(options, "sparse_attention_backward"),
         )
         d_kv = _local_gradient(ctx, 1, ctx.gathering, d_kv, kv)
-        return d_q, d_kv, None, None, d_sink, None, None, None
+        return d_q, d_kv, None, None, d_sink, None, None
 
 
 class ValueProjection(torch.autograd.Function):

@@ -149,13 +149,14 @@ class _NumberField:
     def __init__(
         self, op: str, name: str, offset: int, letter: str, words: tuple[str, ...], default: float
     ) -> None:
-        self.op, self.name, self.offset, self.letter, self.words = op, name, offset, letter, words
-        self.default = struct.pack(letter, default if letter == "f" else int(default))
+        self.op, self.name, self.offset, self.words = op, name, offset, words
+        self.struct = struct.Struct(letter)
+        self.default = self.struct.pack(default if letter == "f" else int(default))
 
     def pack(self, value: Any, memory: ctypes.Array, keep: list[Any]) -> None:
         number = _index(self.op, self.name, value, self.words) if self.words else value
         try:
-            struct.pack_into(self.letter, memory, self.offset, number)
+            self.struct.pack_into(memory, self.offset, number)
         except (struct.error, OverflowError) as error:
             raise ValueError(f"{self.op}: {self.name} {value!r}: {error}") from None
 
@@ -308,14 +309,13 @@ def _text(call: Callable[..., int], *arguments: Any) -> str:
     return (text.value or b"").decode()
 
 
-KERNELS = {
-    name: frozenset(
-        kernel
-        for backend in range(1, len(_BACKENDS))
-        for kernel in _text(operator.kernels, backend).split()
-    )
-    for name, operator in operators.items()
-}  # what the kernels of every operator are called, whatever their backend
+def _kernels(operator: Operator) -> frozenset[str]:
+    numbers = range(1, len(_BACKENDS))
+    return frozenset(" ".join(_text(operator.kernels, number) for number in numbers).split())
+
+
+# What the kernels of every operator are called, whatever their backend.
+KERNELS = {name: _kernels(operator) for name, operator in operators.items()}
 
 
 @functools.cache  # for good: the library reads a name where it stands
@@ -389,7 +389,8 @@ def _allocating_execution(
 def object_view(tensor_type: type) -> int:
     """The function of DLPack's exchange API that views tensors of this type; 0: it has none.
 
-    In torch from 2.10 on. It takes a fifth of the time in which Python asks a tensor for all that.
+    torch 2.13 has one, torch 2.6 has not. It takes a fraction of the time in which Python asks a
+    tensor for its type, device, shape and strides.
     """
     capsule = getattr(tensor_type, "__dlpack_c_exchange_api__", None)
     if capsule is None:
@@ -421,16 +422,16 @@ def run_allocating(
     workspace = _Workspace(allocate, device)
     execution = _allocating_execution(op, backend, kernel, stream, threads, deterministic)
     code = called.run(args, execution + _ADDRESS.pack(id(workspace)))
-    if code and (error := workspace.error):
-        workspace.error = None  # the error's traceback holds the workspace, and this frame below
+    if (error := workspace.error) is not None:
+        workspace.error = None
         try:
             raise error
-        finally:
+        finally:  # its traceback holds this frame, and with it the tensors of the call
             del error
     _check(code)
 
 
-def _packed(op: str, arguments: dict[str, Any], keep: list[Any]) -> bytes:
+def _packed(op: str, arguments: dict[str, Any], keep: list[Any]) -> ctypes.Array:
     """The op's struct; a name that is no field of it is refused."""
     for name in arguments:
         if name not in operators[op].fields:

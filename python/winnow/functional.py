@@ -196,11 +196,16 @@ def sparse_attention(
     if scale == 0:  # what the library takes for "not given"
         raise ValueError("sparse_attention: scale 0: must not be 0")
     options = _autograd.AttentionOptions(
-        v_dim, scale or 0.0, with_max_logits, max_heads_per_pass or 0
+        v_dim,
+        scale or 0.0,
+        with_max_logits,
+        max_heads_per_pass or 0,
+        backend,
+        kernel,
+        deterministic,
     )
-    run = _autograd.Run(backend, kernel, deterministic)
     out, lse, *max_logits = _autograd.SparseAttention.apply(
-        q, kv, indices, lengths, sink, options, run, keys
+        q, kv, indices, lengths, sink, options, keys
     )
     return Attention(out, lse, max_logits[0] if with_max_logits else None)
 
