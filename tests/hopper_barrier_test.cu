@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Barriers over many phases, and registers that move between warpgroups. A wrong phase shows as
-// wrong data, or as a wait without end, which the watchdog ends.
+// mbarriers and named barriers over many phases, and setmaxnreg between warpgroups. A wrong phase
+// gives wrong data or a deadlock, which the watchdog ends.
 #include <cstddef>
 #include <cstdint>
 
@@ -15,7 +15,7 @@ namespace {
 using namespace winnow::hopper;
 
 constexpr int kStages = 3;
-constexpr int kBlocks = 200;  // through the ring: each stage is used some 66 times
+constexpr int kBlocks = 200;  // passed through the ring: each stage is used some 66 times
 constexpr int kBlockWords = 4 * kWarpgroup;
 constexpr int kConsumers = 2 * kWarpgroup;
 constexpr int kRingThreads = kWarpgroup + kConsumers;
@@ -30,13 +30,13 @@ struct RingStorage {
   Watchdog watchdog;
 };
 
-/// Makes threads late by turns, so that the ring is now full, now empty.
+/// Delays threads in turn, so that the ring is sometimes full and sometimes empty.
 __device__ void dawdle(int block, int role) {
   if ((block / 8 + role) % 2 == 0) __nanosleep(static_cast<unsigned>(block % 5) * 500);
 }
 
-/// A warpgroup passes the blocks of `from` to two others, which write them to `to`, each block's
-/// words by another thread than the one that brought them.
+/// A producer warpgroup passes the blocks of `from` to two consumer warpgroups, which write them to
+/// `to`. No word is read by the thread that loaded it.
 template <Filling kFilling>
 __global__ void ring_kernel(const std::int32_t* from, std::int32_t* to) {
   extern __shared__ __align__(1024) std::byte memory[];
@@ -60,7 +60,7 @@ __global__ void ring_kernel(const std::int32_t* from, std::int32_t* to) {
     const int round = block / kStages;
     if (thread < kWarpgroup) {
       dawdle(block, 0);
-      // The consumers have read what the stage held; at first, when the phase is -1, it is free.
+      // Waits until the consumers have read the stage; initially (phase -1) it is free.
       shared.free[stage].wait(round - 1);
       const std::int32_t* const words = from + block * kBlockWords + thread * 4;
       std::int32_t* const target = shared.stages[stage] + thread * 4;
@@ -83,7 +83,7 @@ __global__ void ring_kernel(const std::int32_t* from, std::int32_t* to) {
   shared.watchdog.finish();
 }
 
-/// Different words everywhere, so that a block of another round or stage is noticed.
+/// All words differ, so that data of another round or stage is detected.
 Ints numbered(int count) {
   Ints words(static_cast<std::size_t>(count));
   for (int i = 0; i < count; ++i) words[static_cast<std::size_t>(i)] = i;
@@ -113,7 +113,7 @@ struct TurnStorage {
   Watchdog watchdog;
 };
 
-/// Two warpgroups add to the same words by turns, each word by another thread every time.
+/// Two warpgroups update the same words in turn, each word by another thread every time.
 __global__ void turns_kernel(std::int32_t* words) {
   constexpr int kBoth = 2 * kWarpgroup;
   extern __shared__ __align__(1024) std::byte memory[];
@@ -132,7 +132,7 @@ __global__ void turns_kernel(std::int32_t* words) {
   for (int turn = 0; turn < kBlocks; ++turn) {
     is_first ? sync_warps<1, kBoth>() : sync_warps<2, kBoth>();
     std::uint32_t& word = shared.words[(thread + turn * 33) % kWarpgroup];
-    word = word * 3 + (is_first ? 1 : 2);  // the order counts
+    word = word * 3 + (is_first ? 1 : 2);  // depends on the order of updates
     dawdle(turn, is_first);
     if (is_first) {
       arrive_warps<2, kBoth>();
@@ -141,7 +141,7 @@ __global__ void turns_kernel(std::int32_t* words) {
     }
   }
   if (!is_first) {
-    sync_warps<3, kWarpgroup>();  // the last turn's words come from other threads
+    sync_warps<3, kWarpgroup>();  // the words of the last turn were written by other threads
     words[thread - kWarpgroup] = static_cast<std::int32_t>(shared.words[thread - kWarpgroup]);
   }
   shared.watchdog.finish();
@@ -156,12 +156,12 @@ TEST_F(Barriers, LetTwoWarpgroupsTakeTurns) {
   EXPECT_EQ(words.download_ints(), Ints(kWarpgroup, static_cast<std::int32_t>(expected)));
 }
 
-constexpr int kRegisterValues = 192;  // of a thread: more than the 168 registers of the launch
+constexpr int kRegisterValues = 192;  // per thread: more than the 168 registers of the launch
 constexpr int kRegisterThreads = 3 * kWarpgroup;
 
-/// Warpgroup 0 gives registers back, warpgroup 1 takes them and keeps many values in them,
-/// warpgroup 2 watches. Without the first the second would wait forever: 3 x 168 of 512 registers
-/// are taken.
+/// Warpgroup 0 releases registers, warpgroup 1 acquires them and keeps many values in them,
+/// warpgroup 2 is the watchdog. Without the release warpgroup 1 would wait forever, since 3 x 168
+/// of 512 registers are allocated.
 __global__ void __launch_bounds__(kRegisterThreads, 1)
     registers_kernel(const float* from, float* to) {
   extern __shared__ __align__(1024) std::byte memory[];
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kRegisterThreads, 1)
 #pragma unroll
     for (int i = 0; i < kRegisterValues; ++i)
       values[i] = from[i * kWarpgroup + thread % kWarpgroup];
-    // Every value is used twice with all others between, so that all of them are held.
+    // Every value is used twice with all others in between, so that all are live at once.
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < kRegisterValues; ++i) sum += values[i];

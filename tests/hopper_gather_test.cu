@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gathers by cp.async, at the tile sizes of the kernels: rows of keys land where the tile layout
-// says, and an index of no key becomes zeros without a read.
+// Gathers by cp.async at the tile sizes of the kernels: rows of keys arrive at the positions of the
+// tile layout, and an invalid index gives zeros without a read.
 #include <cstddef>
 #include <cstdint>
 
@@ -15,10 +15,10 @@ namespace {
 using namespace winnow::hopper;
 
 constexpr int kKeys = 40;
-constexpr std::int32_t kUnmapped = 1 << 30;  // as a row it lies terabytes past the keys
+constexpr std::int32_t kUnmapped = 1 << 30;  // as a row index it is terabytes past the keys
 constexpr unsigned kPoison = 0xffffffffu;    // two NaN
 
-/// How threads learn that the rows have landed.
+/// How threads wait for the rows.
 enum class Arrival { barrier, own_copies };
 
 template <int kBytes>
@@ -29,8 +29,8 @@ struct SharedStorage {
   Watchdog watchdog;
 };
 
-/// Gathers kRows rows of kTiles tiles, then writes down the stage, row by row, and what lies behind
-/// it. The address of a row is not clamped where its index is no key.
+/// Gathers kRows rows of kTiles tiles, then stores the stage row by row, and the memory after it.
+/// The address of a row is not clamped if its index is invalid.
 template <int kRows, int kTiles, Arrival kArrival>
 __global__ void gather_kernel(const __nv_bfloat16* keys, const std::int32_t* indices,
                               __nv_bfloat16* rows, __nv_bfloat16* behind) {
@@ -81,7 +81,7 @@ __global__ void gather_kernel(const __nv_bfloat16* keys, const std::int32_t* ind
   shared.watchdog.finish();
 }
 
-/// Keys in any order, some of them twice, between the given holes.
+/// Keys in random order, some repeated, with the given invalid indices in between.
 Ints indices_with_holes(int count, const Ints& holes) {
   Ints indices;
   for (int i = 0; i < count; ++i) {
@@ -94,7 +94,7 @@ template <int kRows, int kTiles, Arrival kArrival>
 void expect_rows_and_zeros(const Ints& indices) {
   constexpr std::int64_t kColumns = kTiles * kTileColumns;
   const Values values = whole_numbers(kKeys * kColumns, 1, "keys", 1, 255);
-  // Poison before and behind the keys: a hole that read its neighbourhood would show it.
+  // NaN before and after the keys would show if an invalid index were read.
   Values surrounded(kColumns, kNaN);
   surrounded.insert(surrounded.end(), values.begin(), values.end());
   surrounded.insert(surrounded.end(), kColumns, kNaN);

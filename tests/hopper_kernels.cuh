@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the tests of src/cuda/hopper run a kernel: on Hopper only, one thread block, and with a
-// watchdog where the kernel waits for barriers.
+// Runs the kernels of the tests of src/cuda/hopper: on Hopper only, one thread block, and with a
+// watchdog if the kernel waits on barriers.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ inline constexpr DType kDType<__half> = DType::f16;
 template <>
 inline constexpr DType kDType<__nv_fp8_e4m3> = DType::f8_e4m3;
 
-/// Skips its tests on every device that has not Hopper's instructions.
+/// Skips its tests on devices without the instructions of Hopper.
 class OnHopper : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -62,18 +62,18 @@ void run_block(void (*kernel)(Parameters...), int threads, std::size_t shared_by
   ASSERT_STREQ(cudaGetErrorString(cudaDeviceSynchronize()), "no error");
 }
 
-/// Ends the launch with an error when the threads of a block do not finish, so that a barrier that
-/// never completes fails a test and does not hang the device. It is part of the shared memory; one
-/// more warp than the kernel needs does the watching.
+/// Traps if the threads of a block do not finish in time, so that a barrier that never completes
+/// fails the test instead of hanging the device. It is in shared memory, and an additional warp
+/// runs it.
 class Watchdog {
  public:
   static constexpr int kThreads = 32;
 
   __device__ void init() { finished_ = 0; }
-  /// The last thing that each of the watched threads does.
+  /// Called by each watched thread at its end.
   __device__ void finish() { atomicAdd(&finished_, 1u); }
   __device__ void watch(unsigned threads) {
-    constexpr std::uint64_t kLimit = 20'000'000'000;  // nanoseconds; a sanitizer slows kernels down
+    constexpr std::uint64_t kLimit = 20'000'000'000;  // nanoseconds; sanitizers slow kernels down
     const std::uint64_t start = time();
     while (atomicAdd(&finished_, 0u) < threads) {
       if (time() - start > kLimit) __trap();

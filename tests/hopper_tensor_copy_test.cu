@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Boxes of tensors by TMA against plain loops: each row of a box stands where the tile layout says,
-// and what lies outside of the tensor is zeros.
+// Boxes of tensors loaded by TMA against plain loops: each row of a box is at its position in the
+// tile layout, and elements outside the tensor are zero.
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -20,7 +20,8 @@ using namespace winnow::hopper;
 constexpr int kMaxRows = 256;  // of 128 bytes
 constexpr unsigned kPoison = 0xffffffffu;
 
-/// Where a box begins, in the order of the tensor's dimensions; of those only the first count.
+/// The coordinates of a box in the order of the tensor's dimensions; those past its rank are
+/// unused.
 struct Coordinates {
   int of[4];
 };
@@ -31,7 +32,7 @@ struct BoxStorage {
   Watchdog watchdog;
 };
 
-/// Copies a box into poisoned shared memory, then writes down all rows of that.
+/// Loads a box into shared memory filled with a pattern, then stores all rows of it.
 template <int kRank>
 __global__ void box_kernel(const __grid_constant__ CUtensorMap map, Coordinates start,
                            int box_bytes, uint4* rows) {
@@ -51,7 +52,7 @@ __global__ void box_kernel(const __grid_constant__ CUtensorMap map, Coordinates 
   }
   for (int i = thread; i < kMaxRows * kTileRowBytes / 4; i += kWarpgroup)
     reinterpret_cast<unsigned*>(shared.tile)[i] = kPoison;
-  fence_proxy_async();  // TMA writes after the poison, too
+  fence_proxy_async();  // orders the writes of TMA after the fill
   sync_warps<1, kWarpgroup>();
   if (thread == 0) {
     shared.full.arrive_and_expect(box_bytes);
@@ -70,10 +71,10 @@ __global__ void box_kernel(const __grid_constant__ CUtensorMap map, Coordinates 
 }
 
 using Box = std::array<std::uint32_t, 4>;
-/// The element of a tensor at coordinates that lie in it.
+/// The element of a tensor at coordinates inside it.
 using Element = std::function<double(const Coordinates&)>;
 
-/// The rows that a box fills, in the order of its dimensions, then poison.
+/// The expected rows of a box in the order of its dimensions, then the fill pattern.
 Values plain_box(const Tensor& tensor, const Box& box, const Coordinates& start,
                  const Element& element) {
   std::int64_t count = 1;
@@ -113,7 +114,7 @@ void expect_plain_box(const Tensor& tensor, const Box& box, const Coordinates& s
   expect_canaries_intact(rows);
 }
 
-/// Numbers that every type holds, none of them zero. Between the rows there are canaries.
+/// Non-zero values that are exact in every type. Canaries are between the rows.
 struct Input {
   Values values;
   Buffer buffer;
@@ -146,7 +147,7 @@ TEST_F(TensorCopy, FillsBoxesOfAMatrix) {
   }
 }
 
-// As the backward copies q and d_out: all heads of one query, fewer than the box has rows.
+// As backward loads q and d_out: all heads of one query, fewer than the rows of the box.
 TEST_F(TensorCopy, FillsBoxesOfHeads) {
   constexpr int kTokens = 3;
   constexpr int kColumns = 192;
@@ -163,7 +164,7 @@ TEST_F(TensorCopy, FillsBoxesOfHeads) {
   }
 }
 
-// As the indexer copies queries: heads in two parts, in an order that is not the order of strides.
+// As the indexer loads queries: heads in two dimensions, not in the order of their strides.
 TEST_F(TensorCopy, FillsBoxesOfAPermutedTensor) {
   constexpr int kTokens = 10;
   constexpr int kColumns = 128;
@@ -200,7 +201,7 @@ struct RingStorage {
 };
 
 /// A producer warp passes boxes, last first, to a warpgroup. As in the indexer every lane of the
-/// producer arrives, and one of them has TMA's bytes counted, too.
+/// producer arrives, and one of them also with the expected bytes of TMA.
 __global__ void ring_kernel(const __grid_constant__ CUtensorMap map, uint4* to) {
   constexpr int kThreads = kWarpgroup + 32;
   extern __shared__ __align__(1024) std::byte memory[];
@@ -245,7 +246,7 @@ __global__ void ring_kernel(const __grid_constant__ CUtensorMap map, uint4* to) 
 
 TEST_F(TensorCopy, PassesBoxesThroughARing) {
   constexpr int kRows = kBlocks * kBlockRows;
-  constexpr int kShort = 5;  // rows that the tensor lacks at the end of the last box
+  constexpr int kShort = 5;  // rows of the last box past the end of the tensor
   const Input input(DType::bf16, {kRows - kShort, kTileColumns});
   const Buffer to(kDevice, DType::bf16, {kRows, kTileColumns});
   run_block(ring_kernel, kWarpgroup + 32 + Watchdog::kThreads, sizeof(RingStorage),

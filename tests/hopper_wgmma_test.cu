@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every wgmma form of src/cuda/hopper/wgmma.cuh against plain loops. The operands are small whole
-// numbers, so that the sums are exact.
+// Every wgmma variant of src/cuda/hopper/wgmma.cuh against plain loops. The operands are small
+// integers, so that the sums are exact.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -16,11 +16,11 @@ namespace {
 
 using namespace winnow::hopper;
 
-constexpr int kRows = 64;  // of A and of the product
-constexpr int kSteps = 4;  // products of 32 bytes of contracted elements each: a row of a tile
+constexpr int kRows = 64;  // rows of A and of the product
+constexpr int kSteps = 4;  // wgmmas, each over 32 bytes along K: together one row of a tile
 constexpr int kSliceBytes = kRows * 32;
 
-/// How an operand reaches the product. `registers` is for A; it is read as it stands in memory.
+/// How an operand is passed to wgmma. `registers` is for A, loaded from row-major memory.
 enum class Layout { registers, k_major, mn_major, slices };
 
 struct SharedStorage {
@@ -28,7 +28,7 @@ struct SharedStorage {
   std::byte b[256 * kTileRowBytes];
 };
 
-/// Rows of `row_bytes` into tiles that stand side by side.
+/// Stores rows of `row_bytes` into adjacent tiles.
 __device__ void store_tiles(std::byte* tiles, const void* matrix, int rows, int row_bytes) {
   const int pieces = row_bytes / 16;
   for (int i = static_cast<int>(threadIdx.x); i < rows * pieces; i += kWarpgroup) {
@@ -40,7 +40,7 @@ __device__ void store_tiles(std::byte* tiles, const void* matrix, int rows, int 
   }
 }
 
-/// Rows of kSteps times 32 bytes into slices, one behind another.
+/// Stores rows of kSteps * 32 bytes into consecutive slices.
 __device__ void store_slices(std::byte* slices, const void* matrix) {
   for (int i = static_cast<int>(threadIdx.x); i < kRows * kSteps * 2; i += kWarpgroup) {
     const int row = i / (kSteps * 2);
@@ -50,7 +50,7 @@ __device__ void store_slices(std::byte* slices, const void* matrix) {
   }
 }
 
-/// `size` rows of A or columns of B, and as many contracted elements as kSteps products take.
+/// An operand of `size` rows of A or columns of B, with the K extent of kSteps wgmmas.
 template <class T, Layout kLayout>
 __device__ void store_operand(std::byte* shared, const T* operand, int size) {
   if constexpr (kLayout == Layout::k_major) {
@@ -85,7 +85,7 @@ __device__ void load_fragment(std::uint32_t (&fragment)[4], const T* a, int step
   }
 }
 
-/// d = A B, or d += A B. Where an operand is mn_major it stands transposed in memory.
+/// d = A B, or d += A B. An mn_major operand is stored transposed.
 template <class T, int kColumns, Layout kA, Layout kB>
 __global__ void product_kernel(const T* a, const T* b, float* d, bool accumulate) {
   extern __shared__ __align__(1024) std::byte memory[];
@@ -135,7 +135,7 @@ Values small_numbers(std::int64_t count, std::string_view stream) {
   return whole_numbers(count, 1, stream, -3, 3);
 }
 
-/// An operand in memory; `values` are its rows of contracted elements.
+/// An operand in memory; `values` are its rows along K.
 template <class T>
 Buffer stored(Layout layout, std::int64_t rows, const Values& values) {
   const auto contracted = static_cast<std::int64_t>(values.size()) / rows;
@@ -157,7 +157,7 @@ void expect_product_of_plain_loops() {
   const Buffer b_stored = stored<T>(kB, kColumns, b);
   for (const bool accumulate : {false, true}) {
     const ::testing::ScopedTrace trace(__FILE__, __LINE__, accumulate ? "accumulate" : "overwrite");
-    // What is overwritten must not count.
+    // The previous accumulator must not contribute.
     const Buffer d = floats(kDevice, DType::f32, {kRows, kColumns},
                             accumulate ? before : Values(before.size(), kNaN));
     run_block(product_kernel<T, kColumns, kA, kB>, kWarpgroup, sizeof(SharedStorage),

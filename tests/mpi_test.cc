@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Context parallel over MPI with ranks as processes: starts jobs on this machine and judges how
-// they end. Built with MPI only.
+// Context parallel over MPI with ranks as processes: starts jobs on this machine and checks their
+// exit codes and output. Built with MPI only.
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
@@ -15,7 +15,7 @@
 namespace winnow::tests {
 namespace {
 
-/// How a job ended.
+/// Exit code and output of a job.
 struct Job {
   int exit_code = -1;
   double seconds = 0;
@@ -35,12 +35,12 @@ Job run(const std::string& command) {
   return job;
 }
 
-/// Runs a program that stands beside this one on so many ranks. It is ended after `seconds`: then
-/// its exit code is 124.
+/// Runs a program from the folder of this one on so many ranks. After `seconds` it is killed and
+/// the exit code is 124.
 Job run_ranks(int ranks, const std::string& program, int seconds) {
   const std::filesystem::path here = std::filesystem::read_symlink("/proc/self/exe").parent_path();
-  // Open MPI: as root too, with more ranks than cores, which then share them. Its own memory is
-  // reported as leaked by the address sanitizer, so leaks are looked for with ranks as threads.
+  // Open MPI: allowed as root, and with more ranks than cores. The address sanitizer reports leaks
+  // of Open MPI itself, so leaks are checked only in the tests with ranks as threads.
   return run(
       fmt::format("env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 "
                   "OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none "
@@ -49,8 +49,8 @@ Job run_ranks(int ranks, const std::string& program, int seconds) {
                   seconds, ranks, here.string(), program));
 }
 
-/// Why no job can be started here; empty if one can. Ranks that an mpirun of another MPI than the
-/// library's starts do not find each other.
+/// Why no job can be started here; empty if one can. With an mpirun of another MPI than that of the
+/// library, ranks do not find each other.
 std::string why_no_jobs() {
   const Job asked = run("mpirun --version");
   if (asked.exit_code != 0) return "this machine has no mpirun";

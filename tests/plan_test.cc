@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The formulas behind `winnow plan`, against layers that ranks really compute.
+// The formulas of `winnow plan`, against layers that are computed over ranks.
 #include <algorithm>
 #include <functional>
 #include <map>
@@ -20,11 +20,11 @@ namespace {
 using harness::RankWork;
 using plan::LayerPlan;
 
-/// Uneven documents, one of them empty, and rows behind the last.
+/// Documents of different lengths, one of them empty, and rows after the last.
 const Ints kOffsets{0, 53, 53, 131, 148};
 constexpr std::int64_t kTokens = 160;
 
-/// Every kind of layer that a model has, at small size.
+/// Every kind of layer of the models, at small size.
 std::vector<LayerKind> small_kinds() {
   Case latent = harness::find_case("glm-5.2-small");
   Case pooled = harness::find_case("deepseek-v4-flash-small");
@@ -41,7 +41,7 @@ std::vector<LayerKind> small_kinds() {
           {"all pools", 1, Lists::all_pools, listed}};
 }
 
-/// body(plan of a rank, its work, the layer that it computed, what it sent).
+/// Calls body(plan of a rank, its work, the layer that it computed, its traffic).
 void on_real_layers(
     const std::function<void(const LayerPlan&, const RankWork&, const RankLayer&, Traffic)>& body) {
   for (const LayerKind& kind : small_kinds())
@@ -79,7 +79,7 @@ TEST(Plan, StagingIsWhatScatterTakes) {
       if (each.part == "staging") planned += each.bytes();
     const auto staged = static_cast<double>(layer.staged_bytes);
     EXPECT_LE(staged, planned + 2 * kAlignment);
-    EXPECT_GE(staged, planned - sizeof(float));  // the last number may look untouched
+    EXPECT_GE(staged, planned - sizeof(float));  // the last float may equal the fill pattern
   });
 }
 
@@ -103,7 +103,7 @@ TEST(Plan, WorkIsWhatWindowsAndListsHold) {
   });
 }
 
-// ---- What needs no ranks.
+// ---- Without ranks.
 
 plan::PlanRequest request(const char* model, std::int64_t tokens, int ranks) {
   return {.model = harness::find_model(model),
@@ -178,7 +178,7 @@ TEST(Plan, RatesMeetTheirMeasurements) {
   EXPECT_LT(backward("glm-5.2", 65536), backward("glm-5.2", 32768));
   EXPECT_GT(backward("glm-5.2", 65536), backward("glm-5.2", 131072));
   EXPECT_EQ(backward("glm-5.2", 1 << 20), backward("glm-5.2", 131072));
-  // One measurement: the curve of another model through it.
+  // With one measurement, the curve of another model is scaled through it.
   EXPECT_DOUBLE_EQ(backward("deepseek-v3.2", 131072) / backward("deepseek-v3.2", 8192),
                    backward("glm-5.2", 131072) / backward("glm-5.2", 8192));
 }
@@ -188,7 +188,7 @@ TEST(Plan, WritesRatesAsItReadsThem) {
   EXPECT_EQ(rates_text(plan::parse_rates(text, "h200.json")), text);
 }
 
-/// What parse_rates says to h200.json with the first `from` replaced; empty: nothing.
+/// The error of parse_rates for h200.json with the first `from` replaced; empty if there is none.
 std::string refusal(const std::string& from, const std::string& to) {
   std::string text(plan::h200_text());
   text.replace(text.find(from), from.size(), to);
@@ -258,12 +258,12 @@ TEST(Plan, MemoryOfAStepAddsUpOverLayers) {
   }
 }
 
-/// Of the calls that need most, at a model's own size and without its memory.
+/// Checks the calls that need most, at the size of a model but without its memory.
 TEST(Plan, WorkspaceIsNoMoreThanPlanned) {
   const plan::StepPlan step = plan_step(request("glm-5.2", 131072, 64));
   const plan::PlannedLayer& layer = step.layers[0];
   const auto of = [&](std::string_view name) {
-    static std::vector<std::byte> zeros(1 << 20);  // windows are looked at
+    static std::vector<std::byte> zeros(1 << 20);  // the contents of windows are read
     const auto found = std::find_if(layer.plan.tensors.begin(), layer.plan.tensors.end(),
                                     [&](const auto& each) { return each.name == name; });
     Tensor tensor{.data = zeros.data(), .dtype = found->dtype, .device = {}};

@@ -21,13 +21,13 @@ struct Execution {
   std::size_t workspace_limit = std::size_t{256} << 20;  // upper bound of the workspace of a call
   std::int32_t threads = 0;      // CPU backends only; 0: all. Results do not depend on it
   bool deterministic = false;    // backward: bitwise reproducible, at some cost
-  const char* kernel = nullptr;  // the name of the kernel that must run; null: the best that can
-  /// Makes the workspace where none is given: asked at most once a call, for the device of its
-  /// tensors and its stream, and only where the call needs one. The memory, aligned to 16 bytes,
-  /// must live until the work of the call on the stream is done; nobody gives it back. Null for
-  /// memory that cannot be had. Without an allocator the call takes and frees memory of its own.
+  const char* kernel = nullptr;  // name of the kernel to run; null: the best one that can
+  /// Allocates the workspace if none is given. Called at most once per call, and only if the call
+  /// needs a workspace; the memory must be on the device of the tensors, aligned to 16 bytes, and
+  /// stay valid until the work of the call on its stream is done. The library does not free it. A
+  /// null result means out of memory. Without an allocator the call allocates and frees its own.
   void* (*allocate)(void* context, std::size_t bytes) = nullptr;
-  void* allocate_context = nullptr;  // handed to `allocate`
+  void* allocate_context = nullptr;  // passed to `allocate`
 };
 
 std::string_view name(Backend backend);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an argument struct holds, member by member. Every such struct describes itself once, by a
-// static function fields(); bindings, tools and tests read that description.
+// Reflection of argument structs. The static function fields() of a struct lists its members;
+// bindings, tools and tests read that list.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct Field {
   const char* name;
   FieldRole role;
   Member member;
-  const char* words = nullptr;  // of an enum: the names of its values in their order, "a|b|c"
+  const char* words = nullptr;  // for an enum: the names of its values in order, "a|b|c"
 };
 
 namespace fields {

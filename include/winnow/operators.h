@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The list of all operators. Backends, bindings, tools and tests follow it.
+// The list of all operators, from which backends, bindings, tools and tests are derived.
 #pragma once
 
 #include <tuple>
@@ -15,7 +15,7 @@
 
 namespace winnow {
 
-/// Every operator by its argument struct.
+/// The argument structs of all operators.
 using Operators = std::tuple<KeyWindows, WindowIndices, IndexTopkForward, IndexTopkBackward,
                              SparseAttentionForward, SparseAttentionBackward,
                              ValueProjectionForward, ValueProjectionBackward, IndexTarget,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the tests: reproducible properties, one thread for torch's small products; ranks."""
+"""Test settings: reproducible property tests, one torch thread for small matrices; ranks."""
 
 import pytest
 import torch

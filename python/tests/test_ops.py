@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.ops.winnow: schemas, fake tensors, allocation, and why_not."""
+"""torch.ops.winnow: schemas, fake tensors, allocation, why_not and explain."""
 
 import gc
 import inspect
@@ -167,7 +167,7 @@ def test_workspace_comes_from_torch(monkeypatch):
 
 
 class TestWorkspace:
-    """Torch's allocator, called back from the library."""
+    """The library allocates workspaces through a callback to torch's allocator."""
 
     def backward(self, x: Inputs, **options):
         args = (x.q, x.kv, x.indices, x.lengths, None, x.out, x.lse, x.d_out, None, SCALE)
@@ -233,13 +233,13 @@ class TestWorkspace:
 
 
 class TestPacking:
-    """The argument structs that the exchange API and Python fill in are the same bytes."""
+    """The exchange API and Python fill argument structs with the same bytes."""
 
     @pytest.mark.skipif(not ops._VIEW, reason="this torch has no exchange API")
     @pytest.mark.parametrize(("name", "args"), every_call(bf16) + every_call(f64))
     def test_viewed_tensors_are_those_that_python_describes(self, name, args):
         op, describe = ops._calls[name]
-        turned = [  # other strides, and storage that begins elsewhere
+        turned = [  # other strides, and a storage offset
             torch.cat([t, t]).movedim(0, -1).contiguous().movedim(-1, 0)[len(t) :]
             if isinstance(t, torch.Tensor) and t.dim() and t.dtype != f8
             else t

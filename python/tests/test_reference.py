@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""winnow.reference, the tests' oracle, against sums that are written out and finite differences."""
+"""winnow.reference, the oracle of the tests, against explicit sums and finite differences."""
 
 import math
 
@@ -94,7 +94,7 @@ def test_quantize_fp8_by_hand():
     x = torch.tensor([[0.0, 0], [-448, 17], [450, 1], [math.inf, math.nan]])
     values, scale = reference.quantize_fp8(x, power_of_two=True)
     assert scale.tolist() == [2**-22, 1, 2, 2**-22]
-    # e4m3 has 3 bits behind the point: 17 rounds to 16, 450 / 2 to 224.
+    # e4m3 has 3 mantissa bits: 17 rounds to 16, 450 / 2 to 224.
     assert values[:3].float().tolist() == [[0, 0], [-448, 16], [224, 0.5]]
     assert values[3, 0].float() == 448 and values[3, 1].float().isnan()
 

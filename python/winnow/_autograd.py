@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The autograd Functions behind `winnow.functional`: an operator forward, an operator backward.
+"""The autograd Functions behind `winnow.functional`: one operator forward, one operator backward.
 
-Keys that lie on many ranks come as this rank's, to which the gradient flows, and a Keys object. So
-one node sums the gradient of all keys over ranks before anything rounds it: between two nodes the
-engine would.
+With keys sharded over ranks, a Function gets the keys of this rank, to which the gradient flows,
+and a Keys object. So a single node reduces the gradient of all keys over ranks in fp32: between two
+nodes, autograd would round it to the dtype of the keys.
 """
 
 from typing import Any, NamedTuple
@@ -19,15 +19,15 @@ _ops = torch.ops.winnow
 
 
 class Run(NamedTuple):
-    """How the operators of a function run."""
+    """How the operators of a function are run."""
 
     backend: str | None  # None: automatic
-    kernel: str | None  # of the forward operator; None: the best that can
-    deterministic: bool = False  # in backward
+    kernel: str | None  # of the forward operator; None: the best that can run
+    deterministic: bool = False  # for backward
 
 
 def forward_options(run: "Run | AttentionOptions") -> dict[str, Any]:
-    """What was chosen, as options: torch takes time for each that it is given."""
+    """The options that are not default, since torch spends time on each keyword."""
     options: dict[str, Any] = {}
     if run.backend:
         options["backend"] = run.backend
@@ -37,7 +37,7 @@ def forward_options(run: "Run | AttentionOptions") -> dict[str, Any]:
 
 
 def _backward_options(run: "Run | AttentionOptions", operator: str) -> dict[str, Any]:
-    """The same kernel where the operator has one of that name, else the best that can."""
+    """The same kernel if the operator has one of that name, else the best that can run."""
     if run.kernel not in _lib.KERNELS[operator]:
         run = run._replace(kernel=None)
     options = forward_options(run)
@@ -47,7 +47,7 @@ def _backward_options(run: "Run | AttentionOptions", operator: str) -> dict[str,
 
 
 def _all_keys(local: Tensor, keys: Keys | None) -> tuple[Tensor, Tensor]:
-    """The keys that an operator reads, and those that its backward keeps."""
+    """Returns the keys that the operator reads and the keys to save for backward."""
     if keys is None:
         return local, local
     return keys.values, keys.gathering.to_keep(local, keys.values)
@@ -115,7 +115,7 @@ class IndexReplay(torch.autograd.Function):
 
 
 class AttentionOptions(NamedTuple):
-    """In one argument: Function.apply looks at each of its arguments in every call."""
+    """Packed into one argument, since Function.apply spends time on each of its arguments."""
 
     v_dim: int
     scale: float
@@ -139,7 +139,7 @@ class SparseAttention(torch.autograd.Function):
         ctx.options = options
         ctx.gathering = None if keys is None else keys.gathering
         if not with_max_logits:
-            return out, lse  # torch 2.6 compiles no Function that returns None
+            return out, lse  # torch.compile of torch 2.6 fails if a Function returns None
         ctx.mark_non_differentiable(max_logits)
         return out, lse, max_logits
 

@@ -61,7 +61,7 @@ class _Batch:
         self.indexer = (index_q, index_k, weights)
         cu_seqlens = torch.tensor([0, self.tokens], dtype=torch.int32, device=device)
         self.packing = Packing(cu_seqlens, tokens=self.tokens)
-        # Lists as an indexer would give them, for the calls behind it.
+        # Index lists as an indexer would return them, for attention and the loss.
         rows = torch.arange(self.tokens)[:, None]
         slots = torch.rand(self.tokens, self.topk, generator=generator)
         self.indices = (slots * (rows + 1)).int().sort(1).values.to(device)

@@ -113,7 +113,7 @@ def window_indices(x: Batch) -> Iterator[Comparison]:
 
 @_checked
 def index_topk(x: Batch) -> Iterator[Comparison]:
-    """Replay of the exact selection: rounding decides between scores that lie too close."""
+    """Replays the exact selection, since rounding may swap keys whose scores are close."""
     names = "index_q index_k weights"
     selection = functional.index_topk(*x.of(names), x.packing, **x.chosen, backend=x.backend)
     dense = reference.index_scores(*x.exact_of(names), *x.windows)

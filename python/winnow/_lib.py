@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls into libwinnow.so: finds it, packs the argument structs, turns error codes into exceptions.
 
-The only file that knows ctypes. Tensors are torch tensors, or anything with ``__dlpack__``; outputs
-are tensors that the caller made. On a CUDA stream they must live until it has passed the call.
+The only file that uses ctypes. Tensors are torch tensors or anything with ``__dlpack__``; outputs
+are allocated by the caller. CUDA tensors must stay alive until the stream has completed the call.
 """
 
 import ctypes
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from winnow import __version__
 
-# winnow::Execution: backend, stream, workspace, its bytes, the limit of what a call takes, threads,
-# deterministic, the kernel's name, the function that allocates, what that function is given.
+# winnow::Execution: backend, stream, workspace, its bytes, the workspace limit, threads,
+# deterministic, name of the kernel, allocator, context of the allocator.
 _EXECUTION = struct.Struct("iPPNNi?PPP")
 _WORKSPACE_LIMIT = 256 << 20
 BACKENDS = ("reference", "cpu", "cuda")
@@ -30,7 +30,7 @@ _TENSORS = tuple(
 _ABSENT = _TENSORS[0].pack(0, 0, 0, 0, -1)
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int32")
 
-# By type code, bits and lanes.
+# By DLPack type code, bits and lanes.
 _DLPACK_DTYPES = {
     (2, 32, 1): "float32",
     (4, 16, 1): "bfloat16",
@@ -45,14 +45,14 @@ _ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}  # ErrorCode; 
 
 
 def _index(owner: str, name: str, value: Any, words: tuple[str, ...]) -> int:
-    """The number of an enum's word."""
+    """The value of an enum from its name."""
     if value not in words:
         raise ValueError(f"{owner}: {name} {value!r}: must be one of {', '.join(words)}")
     return words.index(value)
 
 
 class _DLTensor(ctypes.Structure):
-    """DLPack's tensor, with which its managed tensor begins."""
+    """DLTensor of DLPack, the first member of its managed tensor."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -69,7 +69,7 @@ class _DLTensor(ctypes.Structure):
 
 
 class _ExchangeApi(ctypes.Structure):
-    """The beginning of DLPack's DLPackExchangeAPI."""
+    """The first fields of DLPackExchangeAPI of DLPack."""
 
     _fields_ = [
         ("major", ctypes.c_uint32),
@@ -82,11 +82,11 @@ class _ExchangeApi(ctypes.Structure):
     ]
 
 
-_dtype_numbers: dict[Any, int] = {}  # of torch.dtype objects, as they come
+_dtype_numbers: dict[Any, int] = {}  # cache, by torch.dtype
 
 
 class _TensorField:
-    """A winnow::Tensor of an argument struct."""
+    """A field of type winnow::Tensor."""
 
     default = _ABSENT
 
@@ -144,7 +144,7 @@ def _contiguous(shape: list[int]) -> list[int]:
 
 
 class _NumberField:
-    """A number of an argument struct by its letter of the struct module, or an enum's word."""
+    """A number with its format character of the struct module, or an enum given by name."""
 
     def __init__(
         self, op: str, name: str, offset: int, letter: str, words: tuple[str, ...], default: float
@@ -162,7 +162,7 @@ class _NumberField:
 
 
 class _FieldEntry(ctypes.Structure):
-    """A field of an argument struct as the library describes it, src/c_abi.cc."""
+    """The description of a field of an argument struct in src/c_abi.cc."""
 
     _fields_ = [
         ("name", ctypes.c_char_p),
@@ -183,7 +183,7 @@ class _FieldEntry(ctypes.Structure):
 
 
 class _OperatorEntry(ctypes.Structure):
-    """An entry of the library's table, src/c_abi.cc."""
+    """An entry of the op table in src/c_abi.cc."""
 
     _run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
     _ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
@@ -201,7 +201,7 @@ class _OperatorEntry(ctypes.Structure):
 
 
 class Operator:
-    """An operator of the library: its functions, and its argument struct by names of fields."""
+    """An operator of the library: its functions and the fields of its argument struct."""
 
     def __init__(self, entry: _OperatorEntry) -> None:
         self.name = entry.name.decode()
@@ -220,10 +220,9 @@ class Operator:
             self._defaults[field.offset : field.offset + len(field.default)] = field.default
 
     def pack(self, given: dict[str, Any], keep: list[Any]) -> ctypes.Array:
-        """The struct. What must live as long as it does is added to `keep`.
+        """Packs the struct. Objects that it points to are appended to `keep`.
 
-        What is None keeps its default, which is absent for a tensor. Names that are no fields are
-        passed over.
+        A value of None keeps the default, which is absent for a tensor. Unknown names are ignored.
         """
         memory = self._memory.from_buffer_copy(self._defaults)
         for field in self.fields.values():
@@ -233,9 +232,9 @@ class Operator:
         return memory
 
     def pack_viewed(self, given: dict[str, Any], view: int) -> ctypes.Array | None:
-        """The struct of a call whose tensors the function at `view` knows, see `object_view`.
+        """Packs the struct with the function at `view`, see `object_view`.
 
-        None if one of them is no tensor for winnow: `pack` says why.
+        Returns None if winnow does not accept one of the tensors; `pack` raises the error then.
         """
         memory = self._memory.from_buffer_copy(self._defaults)
         tensors = map(given.get, self._tensor_names)
@@ -263,7 +262,7 @@ def _find() -> str:
 
 
 def _load() -> tuple[ctypes.CDLL, dict[str, Operator]]:
-    """The library and its ops, once it is certain that both sides mean the same bytes."""
+    """Loads the library and its operators; checks that version and struct sizes match."""
     path = _find()
     lib = ctypes.CDLL(path)
     lib.winnow_version.restype = lib.winnow_last_error.restype = ctypes.c_char_p
@@ -287,7 +286,7 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 )
 _lib, operators = _load()
 path: str = _lib._name
-# Under the lock of the interpreter, unlike the library's other functions: it looks at objects.
+# Holds the GIL, unlike the other functions of the library, since it reads Python objects.
 _view_objects = ctypes.PYFUNCTYPE(
     ctypes.c_int,
     ctypes.c_void_p,
@@ -318,7 +317,7 @@ def _kernels(operator: Operator) -> frozenset[str]:
 KERNELS = {name: _kernels(operator) for name, operator in operators.items()}
 
 
-@functools.cache  # for good: the library reads a name where it stands
+@functools.cache  # kept forever, since the library stores a pointer to the name
 def _c_string(text: str) -> ctypes.Array:
     return ctypes.create_string_buffer(text.encode())
 
@@ -337,7 +336,7 @@ def execution(
     allocate_context: int = 0,
     owner: str = "execution",
 ) -> bytes:
-    """winnow::Execution; pointers are addresses. Errors begin with `owner`."""
+    """Packs a winnow::Execution; pointers are addresses. Errors begin with `owner`."""
     number = _index(owner, "backend", backend, _BACKENDS)
     name = ctypes.addressof(_c_string(kernel)) if kernel else 0
     memory = (workspace, workspace_bytes, workspace_limit)
@@ -353,7 +352,7 @@ _AUTOMATIC = execution()
 
 
 class _Workspace:
-    """The memory of one call, made when the library asks for it."""
+    """The workspace of one call, allocated when the library requests it."""
 
     __slots__ = ("allocate", "device", "error", "memory")
 
@@ -363,7 +362,7 @@ class _Workspace:
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_size_t)
 def _allocate(workspace: _Workspace, size: int) -> int | None:
-    """Null if it fails; ctypes would print an exception, so the call raises it."""
+    """Returns null on failure; the exception is raised by the call, since ctypes would print it."""
     try:
         workspace.memory = workspace.allocate(size, workspace.device)
         return workspace.memory.data_ptr()
@@ -380,14 +379,14 @@ _ADDRESS = struct.Struct("P")
 def _allocating_execution(
     op: str, backend: str, kernel: str, stream: int, threads: int, deterministic: bool
 ) -> bytes:
-    """All of an Execution but its last field, allocate_context."""
+    """An Execution without its last field, allocate_context."""
     fields = {"backend": backend, "kernel": kernel, "stream": stream, "threads": threads}
     whole = execution(**fields, deterministic=deterministic, allocate=_ALLOCATE, owner=op)
     return whole[: -_ADDRESS.size]
 
 
 def object_view(tensor_type: type) -> int:
-    """The function of DLPack's exchange API that views tensors of this type; 0: it has none.
+    """The address of the function of DLPack's exchange API that views tensors of this type, or 0.
 
     torch 2.13 has one, torch 2.6 has not. It takes a fraction of the time in which Python asks a
     tensor for its type, device, shape and strides.
@@ -411,9 +410,9 @@ def run_allocating(
     threads: int,
     deterministic: bool,
 ) -> None:
-    """Runs an op in a workspace that `allocate` makes: a torch tensor of so many bytes on `device`.
+    """Runs an op with a workspace from `allocate(bytes, device)`, which returns a torch tensor.
 
-    Arguments that are no fields of the op's struct are passed over.
+    Arguments that are not fields of the struct are ignored.
     """
     called = operators[op]
     args = called.pack_viewed(arguments, view) if view else None
@@ -440,13 +439,13 @@ def _packed(op: str, arguments: dict[str, Any], keep: list[Any]) -> ctypes.Array
 
 
 def run(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> None:
-    """Runs an op. Arguments are the fields of its struct; a tensor that is None is absent."""
+    """Runs an op. Arguments are the fields of its struct; None is an absent tensor."""
     keep: list[Any] = []
     _check(operators[op].run(_packed(op, arguments, keep), execution))
 
 
 def workspace_bytes(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> int:
-    """What such a call takes as workspace."""
+    """The workspace that such a call needs, in bytes."""
     keep: list[Any] = []
     size = ctypes.c_size_t()
     args = _packed(op, arguments, keep)
@@ -455,40 +454,40 @@ def workspace_bytes(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any)
 
 
 def why_not(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> str:
-    """Empty if such a call can run, else a sentence that says why not."""
+    """Empty if such a call can run, else the reason why not."""
     keep: list[Any] = []
     return _text(operators[op].why_not, _packed(op, arguments, keep), execution)
 
 
 class Candidate(NamedTuple):
-    """A kernel that could serve a call, or a whole backend that cannot."""
+    """A kernel that might run a call, or a whole backend that cannot."""
 
     backend: str
-    kernel: str  # empty: all of the backend's
-    reason: str  # why it does not take the call; empty: it does
+    kernel: str  # empty: the reason applies to the whole backend
+    reason: str  # why it cannot run the call; empty if it can
 
 
 def explain(op: str, execution: bytes = _AUTOMATIC, /, **arguments: Any) -> list[Candidate]:
-    """Candidates in the order of preference: the first without a reason is what would run."""
+    """All kernels in order of preference; the first without a reason would run."""
     keep: list[Any] = []
     text = _text(operators[op].explain, _packed(op, arguments, keep), execution)
     return [Candidate(*line.split("\t")) for line in text.splitlines()]
 
 
 def backend_why_not(backend: str) -> str:
-    """Empty if the backend is usable here, else a sentence that says why not."""
+    """Empty if the backend is usable here, else the reason why not."""
     number = _index("backend_why_not", "backend", backend, _BACKENDS)
     return _text(_lib.winnow_backend_why_not, number)
 
 
 def backends() -> dict[str, str]:
-    """What every backend that is usable here runs on."""
+    """The usable backends, each with a description of what it runs on."""
     usable = [word for word in BACKENDS if not backend_why_not(word)]
     return {word: _text(_lib.winnow_backend_describe, _BACKENDS.index(word)) for word in usable}
 
 
 def _integers(owner: str, name: str, letter: str, values: Iterable[int]) -> array:
-    """Host memory of the C type that the letter stands for."""
+    """Converts to an array of the C type with this format character."""
     try:
         return array(letter, values)
     except (OverflowError, TypeError) as error:
@@ -496,7 +495,7 @@ def _integers(owner: str, name: str, letter: str, values: Iterable[int]) -> arra
 
 
 def _check_sizes(owner: str, letter: str, **sizes: int) -> None:
-    """Those that the C type cannot hold are refused by name."""
+    """Raises ValueError, with the name, for a size that does not fit into the C type."""
     for name, size in sizes.items():
         _integers(owner, f"{name} {size}", letter, (size,))
 
@@ -508,12 +507,12 @@ def _address(numbers: array) -> ctypes.c_void_p:
 def shard_rows(
     cu_seqlens: Iterable[int], tokens: int, ranks: int, sharding: str, multiple: int = 1
 ) -> tuple[array, list[int]]:
-    """The rows that every rank holds, winnow::shard_rows.
+    """The rows that each rank holds: winnow::shard_rows.
 
     Returns:
         rows: array("i") of `tokens` numbers: the rows of rank 0, ascending, then those of rank 1
-            and so on. torch.frombuffer(rows, dtype=torch.int32) takes it as it is (if tokens > 0).
-        counts: how many of them each rank has; a tensor of all rows is cut by split(counts).
+            and so on. torch.frombuffer(rows, dtype=torch.int32) views it (if tokens > 0).
+        counts: the number of rows of each rank; split(counts) splits a tensor of all rows.
     """
     name = "shard_rows"
     _check_sizes(name, "i", tokens=tokens, ranks=ranks, multiple=multiple)
@@ -535,7 +534,7 @@ def shard_rows(
 
 
 class ThdLayout(NamedTuple):
-    """winnow::ThdLayout; torch.frombuffer takes its arrays as they are."""
+    """winnow::ThdLayout, with arrays that torch.frombuffer can view."""
 
     cu_seqlens: array  # "i", [chunks, offsets]
     cu_seqlens_padded: array | None  # "i", [chunks, offsets]; None if the same
@@ -544,14 +543,14 @@ class ThdLayout(NamedTuple):
 
 
 def thd_layout(
-    seq_lens: Iterable[int],  # [rows, most documents of a row]
+    seq_lens: Iterable[int],  # [rows, largest number of documents]
     seq_lens_padded: Iterable[int],  # the same
     rows: int,
     row_tokens: int,
     fill: int = -1000,
     chunks: int = 1,
 ) -> ThdLayout:
-    """Where the documents of a padded batch stand once it is flat: winnow::thd_layout."""
+    """The offsets and padding mask of a padded batch once it is flattened: winnow::thd_layout."""
     name = "thd_batch"
     sizes = (rows, row_tokens, fill, chunks)
     _check_sizes(name, "q", rows=rows, row_tokens=row_tokens, fill=fill, chunks=chunks)

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators as differentiable functions of tensors.
 
-Tensors are on the CPU or on a CUDA device, where calls go to the current stream; forward calls also
-take arrays of other libraries by DLPack. Results are torch tensors. What each operator means, edge
-cases included, stands in docs/operators.md; shapes below: tokens query rows, keys key rows, topk
-slots of a row.
+Tensors are on the CPU or on a CUDA device, where calls are enqueued on the current stream; forward
+calls also accept arrays of other libraries through DLPack. Results are torch tensors.
+docs/operators.md defines each operator, including edge cases. In the shapes below, tokens are query
+rows, keys are key rows, and topk are the slots of a row.
 
-Arguments that many functions have:
+Common arguments:
     backend: "automatic" (the default), "reference", "cpu" or "cuda".
-    kernel: the name of the kernel that must run, for measurements and comparisons; by default the
-        best that can. Backward takes its own kernel of that name, or the best if it has none.
+    kernel: the name of the kernel to run, for benchmarks and comparisons; by default the best one
+        that can. Backward uses its kernel of that name, or the best if it has none.
         winnow.explain lists the names.
-    k, kv, index_k: keys are a tensor, or what gather_keys made of keys that lie on many ranks.
-    deterministic: backward gives the same bits in every run, at some cost. Implied by
+    k, kv, index_k: a tensor of keys, or the result of gather_keys for keys sharded over ranks.
+    deterministic: backward is bitwise reproducible, at some cost. Implied by
         torch.use_deterministic_algorithms.
-    reduction: of a loss per row: "mean" over the rows that count, "sum" or "none". Across ranks,
-        add sums and counts and divide then: the mean of means is not the mean.
+    reduction: of the loss per row: "mean" over the rows that count, "sum" or "none". For a mean
+        across ranks, add sums and counts first, then divide: the mean of means is not the mean.
 
-Errors are ValueError for a call that is wrong, NotImplementedError for one that the backend cannot
-do, RuntimeError where the device failed, each with the library's sentence.
+Errors are ValueError for an invalid call, NotImplementedError for one that the backend does not
+support, RuntimeError if the device failed, each with the message of the library.
 """
 
 import math
@@ -51,15 +51,15 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 class Selection(NamedTuple):
-    """What index_topk chose; valid slots of a row stand first."""
+    """The result of index_topk; valid slots of a row come first."""
 
-    indices: Tensor  # [tokens, topk]  int32; -1 behind the valid slots
-    scores: Tensor | None  # [tokens, topk]  as weights, differentiable; -inf where there is no key
-    lengths: Tensor | None  # [tokens]  int32, valid slots
+    indices: Tensor  # [tokens, topk]  int32; -1 after the valid slots
+    scores: Tensor | None  # [tokens, topk]  as weights, differentiable; -inf in invalid slots
+    lengths: Tensor | None  # [tokens]  int32, number of valid slots
 
 
 class Attention(NamedTuple):
-    """What sparse_attention computed."""
+    """The result of sparse_attention."""
 
     out: Tensor  # [tokens, heads, v_dim]
     lse: Tensor  # [tokens, heads]  natural log, keys only; -inf for a row without keys
@@ -67,14 +67,14 @@ class Attention(NamedTuple):
 
 
 class IndexList(NamedTuple):
-    """Keys of every row, valid ones first, then -1."""
+    """The keys of every row: valid entries first, then -1."""
 
     indices: Tensor  # [tokens, topk]  int32
-    lengths: Tensor  # [tokens]  int32, valid entries
+    lengths: Tensor  # [tokens]  int32, number of valid entries
 
 
 class Quantized(NamedTuple):
-    """Rows of e4m3 numbers; row r stands for scale[r] * values[r]."""
+    """Rows quantised to e4m3; row r represents scale[r] * values[r]."""
 
     values: Tensor  # as x, float8_e4m3fn
     scale: Tensor  # x without its last dimension, float32
@@ -97,24 +97,24 @@ def index_topk(
     backend: str | None = None,
     kernel: str | None = None,
 ) -> Selection:
-    """The lightning indexer: scores of the keys that a row may see, and the topk largest of them.
+    """The lightning indexer: scores the keys in the window of a row and selects the topk largest.
 
-    score[t,s] = sum_h weights[t,h] * max(q[t,h] . k[s], 0). Equal scores go to the smaller key, NaN
-    and -inf are never chosen. Scores are differentiable in q, k and weights.
+    score[t,s] = sum_h weights[t,h] * max(q[t,h] . k[s], 0). Ties go to the smaller key; NaN and
+    -inf are never selected. Scores are differentiable in q, k and weights.
 
     Args:
         q: [tokens, index_heads, index_dim] bf16, fp16, fp32, float8_e4m3fn; fp64 on the reference.
         k: [keys, index_dim], as q.
         weights: [tokens, index_heads] fp32 (fp64 with fp64), all scales folded in.
-        packing: gives every row its window of keys.
-        topk: how many keys to choose, unless `indices` are given.
+        packing: defines the key window of every row.
+        topk: the number of keys to select, unless `indices` is given.
         ratio: keys are pools of this many rows.
-        k_scale: [keys] fp32, with fp8 only; the scale of q belongs into the weights.
-        indices: [tokens, topk] int32: score these instead of choosing (replay). A key outside the
-            row's window has score -inf and gradient 0.
-        lengths: [tokens] int32, with `indices` only: slots that count.
+        k_scale: [keys] fp32, with fp8 only; fold the scale of q into the weights.
+        indices: [tokens, topk] int32: score these keys instead of selecting (replay). A key outside
+            the window of the row has score -inf and gradient 0.
+        lengths: [tokens] int32, with `indices` only: the number of slots to use.
         order: of the slots: "ascending" by key, or "by_score", largest first.
-        with_scores: False saves the memory of scores that nobody reads.
+        with_scores: False saves the memory of the scores.
     """
     q, (k, keys) = tensor("index_topk", "q", q), _keys("index_topk", "k", k)
     weights = tensor("index_topk", "weights", weights)
@@ -165,24 +165,24 @@ def sparse_attention(
     backend: str | None = None,
     kernel: str | None = None,
 ) -> Attention:
-    """Attention over chosen key rows; the value of a key is the first v_dim channels of its row.
+    """Attention over selected key rows; the value of a key is the first v_dim channels of its row.
 
     s_j = scale * q[t,h] . kv[i_j];  p_j = exp(s_j) / (sum_j exp(s_j) + exp(sink[h]));
     out[t,h] = sum_j p_j * kv[i_j][:v_dim];  lse = log sum_j exp(s_j).
-    An index that is no key contributes nothing; a row without keys gives 0. Differentiable in q, kv
-    and sink, from the gradients of out and of lse.
+    Invalid indices contribute nothing; a row without keys has output 0. Differentiable in q, kv and
+    sink, through out and lse.
 
     Args:
-        q: [tokens, heads, qk_dim] bf16, fp16, fp32; fp64 on the reference. All tensors but sink may
-            have one more leading dimension, the batch, each slice with its own kv.
-        kv: [keys, qk_dim], as q: one head, shared by all of q's.
+        q: [tokens, heads, qk_dim] bf16, fp16, fp32; fp64 on the reference. All tensors except sink
+            may have one more leading dimension, the batch, of which each slice has its own kv.
+        kv: [keys, qk_dim], as q: one head, shared by all heads of q.
         indices: [tokens, topk] int32.
-        v_dim: channels of a value; by default all, qk_dim.
-        scale: by default 1 / sqrt(qk_dim) where v_dim is qk_dim; else it must be given.
-        sink: [heads] fp32 (fp64 with fp64): a logit without a value.
-        lengths: [tokens] int32: slots of a row that count.
-        with_max_logits: compute the largest logit of every row and head too.
-        max_heads_per_pass: backward works through heads in pieces of this many.
+        v_dim: the channels of a value; qk_dim by default.
+        scale: 1 / sqrt(qk_dim) by default if v_dim is qk_dim; else it must be given.
+        sink: [heads] fp32 (fp64 with fp64): a logit whose value is 0.
+        lengths: [tokens] int32: the number of slots to use.
+        with_max_logits: also compute the largest logit of every row and head.
+        max_heads_per_pass: backward processes at most this many heads at a time.
     """
     q, (kv, keys) = tensor("sparse_attention", "q", q), _keys("sparse_attention", "kv", kv)
     indices = tensor("sparse_attention", "indices", indices)
@@ -193,7 +193,7 @@ def sparse_attention(
     at_least("sparse_attention", "v_dim", v_dim, 1)
     if max_heads_per_pass is not None:
         at_least("sparse_attention", "max_heads_per_pass", max_heads_per_pass, 1)
-    if scale == 0:  # what the library takes for "not given"
+    if scale == 0:  # 0 means "not given" to the library
         raise ValueError("sparse_attention: scale 0: must not be 0")
     options = _autograd.AttentionOptions(
         v_dim,
@@ -218,7 +218,7 @@ def value_projection(
     backend: str | None = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """Latent attention's output lifted to each head's own values: w_v[h] @ out[t,h].
+    """Projects the output of latent attention to the values of each head: w_v[h] @ out[t,h].
 
     Args:
         out: [tokens, heads, v_dim].
@@ -244,20 +244,20 @@ def index_loss(
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
-    """KL between what attention spends on the chosen keys and softmax of the indexer's scores.
+    """KL divergence between attention over the selected keys and softmax of the indexer's scores.
 
-    The target, attention's probabilities summed over heads, has no gradient: the loss trains the
-    indexer alone, through selection.scores. Rows with fewer than two chosen keys, or on whose
-    keys attention spends nothing, do not count and have loss 0.
+    The target, the attention probabilities summed over heads, has no gradient: the loss trains only
+    the indexer, through selection.scores. Rows with fewer than two selected keys, or whose keys
+    have attention probability 0, do not count and have loss 0.
 
     Args:
-        selection: of index_topk, with scores.
-        q: [tokens, heads, qk_dim], as attention had it.
-        kv: [keys, qk_dim], as attention had it.
-        lse: [tokens, heads], of sparse_attention over a list that holds the chosen keys.
-        scale: as attention had it.
-        sink: [heads], as attention had it.
-        key_offset: where the indexer's keys begin in kv.
+        selection: the result of index_topk, with scores.
+        q: [tokens, heads, qk_dim], as given to attention.
+        kv: [keys, qk_dim], as given to attention.
+        lse: [tokens, heads], of sparse_attention over a list that contains the selected keys.
+        scale: as given to attention.
+        sink: [heads], as given to attention.
+        key_offset: the row of kv at which the indexer's keys begin.
         head_group: a torch.distributed group over whose ranks the heads are split.
         reduction: of the loss per row, see above.
     """
@@ -304,17 +304,17 @@ def dense_index_loss(
 ) -> Tensor:
     """index_loss over the whole window of every row, against dense attention over that window.
 
-    The warm-up form, without a buffer of size tokens x keys. Differentiable in index_q, index_k and
-    weights.
+    The loss of the warm-up stage, without a buffer of size tokens x keys. Differentiable in
+    index_q, index_k and weights.
 
     Args:
         q: [tokens, heads, qk_dim], all heads of attention.
         kv: [keys, qk_dim]; key s of the indexer is kv[key_offset + s].
-        index_q: [tokens, index_heads, index_dim], as index_topk takes it, no fp8.
+        index_q: [tokens, index_heads, index_dim], as for index_topk, but not fp8.
         index_k: [index_keys, index_dim].
         weights: [tokens, index_heads].
-        packing, ratio: give every row its window of the indexer's keys.
-        scale, sink: attention's.
+        packing, ratio: define the window of every row in the indexer's keys.
+        scale, sink: as given to attention.
         reduction: of the loss per row, see above. Rows with fewer than two keys do not count.
     """
     one_of("dense_index_loss", "reduction", reduction, _REDUCTIONS)
@@ -344,7 +344,7 @@ def dense_index_loss(
     if reduction != "mean":
         return loss if reduction == "none" else loss.sum()
     counts = end - begin >= 2
-    if sink is not None:  # a sink of inf leaves nothing for the keys
+    if sink is not None:  # with a sink of inf all probabilities are 0
         counts = counts & (lse - torch.logaddexp(lse, sink.detach()) > -math.inf).any(1)
     return loss.sum() / counts.sum().clamp(min=1)
 
@@ -360,19 +360,19 @@ def window_indices(
     backend: str | None = None,
     kernel: str | None = None,
 ) -> IndexList:
-    """DeepSeek-V4's lists over the keys [rows | pools], from document offsets, without a mask.
+    """The index lists of DeepSeek-V4 over the keys [rows | pools], from document offsets.
 
-    Every row lists the last `window` rows of its document up to itself, then pooled entries: those
-    of pool_ids that it may see, in the order given, or all that it may see.
+    The list of a row has the last `window` rows of its document up to itself, then pool entries:
+    those of pool_ids that are visible to it, in the order given, or all visible ones.
 
     Args:
-        packing: of the rows.
-        window: rows to list, the own one included.
-        ratio: rows of a pool, at least 2; 0: no pools.
-        key_offset: where pools begin, behind all rows.
+        packing: defines the documents.
+        window: the number of rows, including the own one.
+        ratio: rows per pool, at least 2; 0: no pools.
+        key_offset: the key at which the pools begin, after all rows.
         pool_ids: [tokens, pool_topk] int32, from index_topk with the same ratio; -1: none.
         topk: slots of a list; by default enough for every row of the packing. On a GPU longer lists
-            are cut.
+            are truncated.
     """
     _check_packing("window_indices", packing)
     pool_ids = optional_tensor("window_indices", "pool_ids", pool_ids)
@@ -409,7 +409,7 @@ def quantize_fp8(
     backend: str | None = None,
     kernel: str | None = None,
 ) -> Quantized:
-    """Rows as e4m3 numbers with one scale each, as index_topk takes them. Not differentiable.
+    """Quantises rows to fp8 (e4m3) with one scale per row, for index_topk. Not differentiable.
 
     Args:
         x: [rows, dim] or [tokens, heads, dim] bf16, fp16 or fp32.
@@ -439,7 +439,7 @@ def _check_rows(function: str, packing: Packing, q: Tensor) -> None:
 def _check_keys(
     function: str, name: str, packing: Packing, ratio: int, local: Tensor, keys: Keys | None
 ) -> None:
-    """Windows of a rank are those of the whole batch: they mean nothing in its own keys."""
+    """Refuses the keys of one rank: windows of a rank refer to the keys of all ranks."""
     must_have = packing.keys(ratio)
     has = keys.gathering.layout.size if keys is not None else len(local) if local.dim() else 0
     if must_have is not None and has != must_have:
@@ -450,7 +450,7 @@ def _check_keys(
 
 
 def _keys(function: str, name: str, value: Array | Keys) -> tuple[Tensor, Keys | None]:
-    """This rank's keys, and how to reach the others' if there are any."""
+    """Returns the keys of this rank, and the Keys object if there are other ranks."""
     if isinstance(value, Keys):
         return value.local, value if value.gathering is not None else None
     return tensor(function, name, value), None

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.ops.winnow.*: the library's operators as PyTorch's dispatcher knows them.
+"""torch.ops.winnow.*: the operators of the library, registered with the dispatcher of PyTorch.
 
-Every operator is a function of its inputs: it makes its outputs, and its workspace, with torch's
-allocator, and runs on the current stream. Its kernels for CPU and CUDA tensors, its shapes for
-torch.compile, `why_not` and `explain` all come from one Python function that makes the outputs.
+Every operator is a function of its inputs: it allocates its outputs and its workspace with torch's
+allocator and runs on the current stream. One Python function per operator, which allocates the
+outputs, serves the implementations for CPU and CUDA tensors, the fake one for torch.compile,
+`why_not` and `explain`.
 
 The operators are not differentiable; the functions of `winnow.functional` are. (An autograd
-Function around an operator adds a fifth of what torch.library.register_autograd adds to a call.)
+Function around an operator costs a fifth of what torch.library.register_autograd costs per call.)
 """
 
 import inspect
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from winnow import _lib
 
-Outputs = dict[str, Tensor | None]  # None: not asked for
+Outputs = dict[str, Tensor | None]  # None: not requested
 Results = Tensor | tuple[Tensor | None, ...]
 Fields = dict[str, Any]
 
@@ -35,10 +36,10 @@ def _workspace(size: int, device: torch.device) -> Tensor:
 
 
 def _operator(inputs: str, outputs: str, struct: str | None = None, **constants: Any):
-    """Registers torch.ops.winnow.<name> for a function of that name which makes the outputs.
+    """Registers torch.ops.winnow.<name> for a function of that name which allocates the outputs.
 
-    Behind it stands the op `struct` of the library, by default of the same name. The inputs that
-    are fields of its argument struct, the outputs and the constants make up a call.
+    It runs the op `struct` of the library, by default that of the same name. The fields of its
+    argument struct are set from the inputs of those names, the outputs and the constants.
     """
 
     def register(make_outputs: Callable[..., Outputs]) -> Callable[..., Outputs]:
@@ -87,15 +88,15 @@ def _operator(inputs: str, outputs: str, struct: str | None = None, **constants:
 
 
 class _Asking(TorchDispatchMode):
-    """Inside it operators do not run: it notes what the library answers to a question about each.
+    """Inside this mode operators do not run; the result of a query about each call is collected.
 
-    A mode, because autograd hands modes on to the threads that run backward.
+    A dispatch mode, since autograd passes modes on to the threads that run backward.
     """
 
     def __init__(self, question: Callable[..., Any]) -> None:
         super().__init__()
         self.question = question
-        self.answers: list[tuple[str, Any]] = []  # with the name of the operator
+        self.answers: list[tuple[str, Any]] = []  # by name of the operator
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace != "winnow":
@@ -106,7 +107,7 @@ class _Asking(TorchDispatchMode):
         known = _lib.operators[op].fields
         fields = {name: value for name, value in fields.items() if name in known}
         self.answers.append((op, self.question(op, execution, **fields)))
-        # The next operator looks at the contents of these.
+        # The next operator may check the contents of these.
         for tensor in results if isinstance(results, tuple) else (results,):
             if tensor is not None:
                 tensor.zero_()
@@ -114,7 +115,7 @@ class _Asking(TorchDispatchMode):
 
 
 def _ask(question: Callable[..., Any], function: Callable[..., Any], args, kwargs) -> list:
-    """Answers for every operator of a call, and of its backward where gradients are wanted."""
+    """Queries every operator of a call, and of its backward if an input requires gradients."""
     with _Asking(question) as asking:
         results = function(*args, **kwargs)
         results = results if isinstance(results, tuple) else (results,)
@@ -129,11 +130,11 @@ def _ask(question: Callable[..., Any], function: Callable[..., Any], args, kwarg
 
 
 def why_not(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
-    """Empty if `function(*args, **kwargs)` can run here, else sentences that say why not.
+    """Empty if `function(*args, **kwargs)` can run here, else the reasons why not.
 
-    `function` is one of winnow's, or one that calls them; no operator runs. Where an argument
-    requires gradients, backward is asked for too. A call that is legal nowhere raises ValueError,
-    as it does without the question.
+    `function` is one of winnow's, or calls them; no operator runs. If an argument requires
+    gradients, backward is included. An invalid call raises ValueError, as it would without
+    why_not.
 
         winnow.why_not(winnow.sparse_attention, q, kv, indices, backend="cuda")
     """
@@ -142,14 +143,14 @@ def why_not(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
 
 
 class Choice(NamedTuple):
-    """What would run an operator of a call."""
+    """Which kernel would run an operator of a call."""
 
     op: str
     candidates: list[_lib.Candidate]  # every kernel, best first: backend, kernel, reason
 
     @property
     def chosen(self) -> _lib.Candidate | None:
-        """The first that can; None if none can."""
+        """The first kernel that can run; None if none can."""
         return next((candidate for candidate in self.candidates if not candidate.reason), None)
 
     @property
@@ -162,7 +163,7 @@ class Choice(NamedTuple):
 
     @property
     def refusals(self) -> list[_lib.Candidate]:
-        """Those that cannot, each with its reason."""
+        """The kernels that cannot run, each with the reason."""
         return [candidate for candidate in self.candidates if candidate.reason]
 
 
@@ -187,8 +188,7 @@ class Explanation(NamedTuple):
 def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     """Which kernel would run every operator of `function(*args, **kwargs)`, and why no other.
 
-    It is asked as in `why_not`: no operator runs, and backward is included where an argument
-    requires gradients.
+    As in `why_not`, no operator runs, and backward is included if an argument requires gradients.
 
         print(winnow.explain(winnow.sparse_attention, q, kv, indices))
     """
@@ -196,7 +196,7 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
 
 
 def _accumulator(x: Tensor) -> torch.dtype:
-    """The dtype of lse, sink, weights and scores beside x."""
+    """The dtype of lse, sink, weights and scores that belong to x."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -205,17 +205,18 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _sum_over_rows(x: Tensor, unrounded: bool = False) -> Tensor:
-    """A gradient to which many rows add: the library adds to one of the accumulation type, and
-    overwrites another with sums that it rounds once. Unrounded: for ranks that add theirs first."""
+    """Allocates a gradient that is summed over rows. The library adds to a tensor of the
+    accumulation type and overwrites one of another type, rounded once. `unrounded`: to be summed
+    over ranks."""
     if unrounded or x.dtype == _accumulator(x):
         contiguous = torch.contiguous_format
         return torch.zeros_like(x, dtype=_accumulator(x), memory_format=contiguous)
     return _like(x)
 
 
-# Shapes are taken by slices below: a tensor with too few dimensions shall reach the library, which
-# says what is wrong with it. They are given as `size=`: torch takes half a microsecond longer to
-# understand a shape that comes without its name.
+# Shapes are read by slices below, so that a tensor with too few dimensions reaches the library,
+# which raises the error. They are passed as `size=`, since torch takes half a microsecond longer to
+# parse a positional shape.
 
 
 @_operator(
