@@ -152,8 +152,9 @@ def test_explain_names_every_kernel_and_the_first_that_can_runs():
         chosen = [c for c in _lib.explain("index_loss", execution, **other) if not c.reason]
         assert chosen == [candidate]
         assert other["loss"].isfinite().all()
+    # Nothing of the cuda backend reaches these tensors, whether or not it is in this build.
     cannot = next(candidate for candidate in candidates if candidate.reason)
-    assert cannot.backend not in _lib.backends() or cannot.kernel
+    assert (cannot.backend, cannot.kernel) == ("cuda", "")
 
 
 def test_a_kernel_that_does_not_exist_is_refused_with_all_names():

@@ -32,7 +32,7 @@ def forward_options(run: "Run | AttentionOptions") -> dict[str, Any]:
     if run.backend:
         options["backend"] = run.backend
     if run.kernel:
-        options["kernel"] = run.kernel
+        options["kernel_name"] = run.kernel
     return options
 
 

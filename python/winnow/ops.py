@@ -26,7 +26,8 @@ Fields = dict[str, Any]
 
 _library = torch.library.Library("winnow", "DEF")
 _calls: dict[str, tuple[str, Callable[..., tuple[Results, Fields]]]] = {}
-_OPTIONS = "str backend='automatic', str kernel='', bool deterministic=False"
+# Not `kernel`: inductor calls an operator through a function that has such a parameter itself.
+_OPTIONS = "str backend='automatic', str kernel_name='', bool deterministic=False"
 
 _VIEW = _lib.object_view(Tensor)
 
@@ -55,7 +56,10 @@ def _operator(inputs: str, outputs: str, struct: str | None = None, **constants:
             return results[0] if len(results) == 1 else results, fields
 
         def run(
-            *args: Any, backend: str = "automatic", kernel: str = "", deterministic: bool = False
+            *args: Any,
+            backend: str = "automatic",
+            kernel_name: str = "",
+            deterministic: bool = False,
         ) -> Results:
             results, fields = describe(*args)
             device = args[0].device
@@ -66,7 +70,7 @@ def _operator(inputs: str, outputs: str, struct: str | None = None, **constants:
                 _workspace,
                 device,
                 backend,
-                kernel,
+                kernel_name,
                 torch.cuda.current_stream(device).cuda_stream if args[0].is_cuda else 0,
                 torch.get_num_threads(),
                 deterministic or torch.are_deterministic_algorithms_enabled(),
@@ -101,7 +105,9 @@ class _Asking(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace != "winnow":
             return func(*args, **(kwargs or {}))
-        execution = _lib.execution(threads=torch.get_num_threads(), **(kwargs or {}))
+        options = dict(kwargs or {})
+        kernel = options.pop("kernel_name", "")
+        execution = _lib.execution(threads=torch.get_num_threads(), kernel=kernel, **options)
         op, describe = _calls[func._opname]
         results, fields = describe(*args)
         known = _lib.operators[op].fields
