@@ -130,7 +130,7 @@ std::uint32_t columns_of(DType dtype) {
 
 class TensorCopy : public OnHopper {};
 
-// As the indexer copies keys: the last boxes reach past the rows, and the columns. Boxes begin at
+// As the indexer loads keys: the last boxes extend past the rows and the columns. Boxes begin at
 // 16-byte boundaries, as the instruction asks.
 TEST_F(TensorCopy, FillsBoxesOfAMatrix) {
   constexpr int kRows = 100;

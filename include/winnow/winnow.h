@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Includes the whole public API.
 //
-// Every operator is a function of its argument struct and an Execution. call.h has the queries about
-// a call: its workspace, why it cannot run, which kernel would run it.
+// Every operator is a function of its argument struct and an Execution. call.h has the queries
+// about a call: its workspace, why it cannot run, which kernel would run it.
 #pragma once
 
 #include "winnow/call.h"
