@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks of index_target, index_loss and dense_index_loss.
+#include "harness/index_loss.h"
 #include "harness/numbers.h"
 #include "harness/trial.h"
-#include "harness/workloads.h"
 
 namespace winnow::harness {
 namespace {
@@ -18,16 +18,13 @@ std::vector<double> attention_lse(const Case& c, const IndexTargetWork& oracle) 
   indices.upload(keys);
   const Buffer out(Device{}, DType::f64, {rows, c.heads, kFewestChannels});
   const Buffer lse(Device{}, DType::f64, {rows, c.heads});
-  sparse_attention_forward({.q = oracle.args.q,
-                            .kv = oracle.args.kv,
-                            .indices = indices.tensor(),
-                            .lengths = oracle.args.lengths,
-                            .sink = {},
-                            .out = out.tensor(),
-                            .lse = lse.tensor(),
-                            .max_logits = {},
-                            .scale = oracle.args.scale},
-                           kOracle);
+  auto args = oracle.buffers.arguments<SparseAttentionForward>();
+  args.indices = indices.tensor();
+  args.sink = {};
+  args.out = out.tensor();
+  args.lse = lse.tensor();
+  args.scale = oracle.args.scale;
+  run(args, kOracle);
   std::vector<double> values = lse.download();
   for (double& value : values) value = rounded(DType::f32, value + (c.has_pools() ? 0.4 : 0));
   return values;

@@ -3,8 +3,8 @@
 #include <cmath>
 #include <limits>
 
+#include "harness/index_loss.h"
 #include "harness/random.h"
-#include "harness/workloads.h"
 
 namespace winnow::harness {
 namespace {
@@ -62,45 +62,36 @@ IndexTargetWork::IndexTargetWork(const Case& c, const Placement& placement, std:
     : lists(index_lists(c, seed, c.tokens, c.index_keys(), c.index_topk())),
       flops(2.0 * lists.valid_slots() * c.heads * c.qk_dim),
       buffers(c, placement, seed),
-      q(buffers.query_input(c.dtype, {c.heads, c.qk_dim}, buffers.normal("q"))),
+      q(buffers.query_input("q", c.dtype, {c.heads, c.qk_dim}, buffers.normal("q"))),
       kv(buffers.input(
-          c.dtype, {c.keys(), c.qk_dim},
+          "kv", c.dtype, {c.keys(), c.qk_dim},
           nan_unless(attention_keys(c, lists.used(0, c.tokens)), 1, buffers.normal("kv")))),
-      indices(buffers.query_ints({c.index_topk()}, lists.indices)),
-      lengths(c.lengths ? buffers.query_ints({}, lists.lengths) : buffers.absent()),
+      indices(buffers.query_ints("indices", {c.index_topk()}, lists.indices)),
+      lengths(c.lengths ? buffers.query_ints("lengths", {}, lists.lengths) : buffers.absent()),
       sink(buffers.sink(c)),
-      lse(buffers.query_input(DType::f32, {c.heads}, constant(10))),
-      target(buffers.query_output(DType::f32, {c.index_topk()})),
-      args{.q = q.tensor(),
-           .kv = kv.tensor(),
-           .indices = indices.tensor(),
-           .lengths = lengths.tensor(),
-           .sink = sink.tensor(),
-           .lse = lse.tensor(),
-           .target = target.tensor(),
-           .scale = c.attention_scale(),
-           .key_offset = c.key_offset()} {}
+      lse(buffers.query_input("lse", DType::f32, {c.heads}, constant(10))),
+      target(buffers.query_output("target", DType::f32, {c.index_topk()})),
+      args(buffers.arguments<IndexTarget>()) {
+  args.scale = c.attention_scale();
+  args.key_offset = c.key_offset();
+}
 
-std::vector<Step> IndexTargetWork::steps() const { return {step("forward", args, flops)}; }
+std::vector<Call> IndexTargetWork::calls() const { return {call(args, flops)}; }
 
 IndexLossWork::IndexLossWork(const Case& c, const Placement& placement, std::uint64_t seed)
     : lists(index_lists(c, seed, c.tokens, c.index_keys(), c.index_topk())),
       buffers(c, placement, seed),
-      indices(buffers.query_ints({c.index_topk()}, lists.indices)),
-      lengths(c.lengths ? buffers.query_ints({}, lists.lengths) : buffers.absent()),
-      scores(
-          buffers.query_input(DType::f32, {c.index_topk()}, score_values(c, buffers, lists, seed))),
-      target(buffers.query_input(DType::f32, {c.index_topk()}, target_values(lists, seed))),
-      loss(buffers.query_output(DType::f32, {})),
-      d_scores(buffers.query_output(DType::f32, {c.index_topk()})),
-      args{.indices = indices.tensor(),
-           .lengths = lengths.tensor(),
-           .scores = scores.tensor(),
-           .target = target.tensor(),
-           .loss = loss.tensor(),
-           .d_scores = d_scores.tensor()} {}
+      indices(buffers.query_ints("indices", {c.index_topk()}, lists.indices)),
+      lengths(c.lengths ? buffers.query_ints("lengths", {}, lists.lengths) : buffers.absent()),
+      scores(buffers.query_input("scores", DType::f32, {c.index_topk()},
+                                 score_values(c, buffers, lists, seed))),
+      target(
+          buffers.query_input("target", DType::f32, {c.index_topk()}, target_values(lists, seed))),
+      loss(buffers.query_output("loss", DType::f32, {})),
+      d_scores(buffers.query_output("d_scores", DType::f32, {c.index_topk()})),
+      args(buffers.arguments<IndexLoss>()) {}
 
-std::vector<Step> IndexLossWork::steps() const { return {step("forward", args, 0)}; }
+std::vector<Call> IndexLossWork::calls() const { return {call(args)}; }
 
 DenseIndexLossWork::DenseIndexLossWork(const Case& c, const Placement& placement,
                                        std::uint64_t seed)
@@ -109,64 +100,42 @@ DenseIndexLossWork::DenseIndexLossWork(const Case& c, const Placement& placement
       backward_flops(2.0 * windows.total() *
                      (c.heads * c.qk_dim + 3 * c.index_heads * c.index_dim)),
       buffers(c, placement, seed),
-      q(buffers.query_input(c.dtype, {c.heads, c.qk_dim}, buffers.normal("q"))),
+      q(buffers.query_input("q", c.dtype, {c.heads, c.qk_dim}, buffers.normal("q"))),
       kv(buffers.input(
-          c.dtype, {c.keys(), c.qk_dim},
+          "kv", c.dtype, {c.keys(), c.qk_dim},
           nan_unless(attention_keys(c, windows.seen(c.index_keys())), 1, buffers.normal("kv")))),
       sink(buffers.sink(c)),
-      index_q(
-          buffers.query_input(c.dtype, {c.index_heads, c.index_dim}, buffers.normal("index q"))),
+      index_q(buffers.query_input("index_q", c.dtype, {c.index_heads, c.index_dim},
+                                  buffers.normal("index q"))),
       index_k(
-          buffers.input(c.dtype, {c.index_keys(), c.index_dim},
+          buffers.input("index_k", c.dtype, {c.index_keys(), c.index_dim},
                         nan_unless(windows.seen(c.index_keys()), 1, buffers.normal("index k")))),
       weights(buffers.query_input(
-          DType::f32, {c.index_heads},
+          "weights", DType::f32, {c.index_heads},
           buffers.normal("index weights",
                          3 / std::sqrt(static_cast<double>(c.index_heads * c.index_dim))))),
-      begin(buffers.query_ints({}, windows.begin)),
-      end(buffers.query_ints({}, windows.end)),
-      loss(buffers.query_output(DType::f32, {})),
-      lse(buffers.query_output(DType::f32, {c.heads})),
-      d_loss(buffers.query_input(DType::f32, {}, buffers.if_live(1, buffers.normal("d_loss")))),
-      d_index_q(buffers.query_output(c.dtype, {c.index_heads, c.index_dim})),
-      d_weights(buffers.query_output(DType::f32, {c.index_heads})),
-      d_index_k(buffers.sum({c.index_keys(), c.index_dim})),
-      d_index_k_rounded(c.dtype == DType::f32
-                            ? buffers.absent()
-                            : buffers.output(c.dtype, {c.index_keys(), c.index_dim})),
-      forward{.q = q.tensor(),
-              .kv = kv.tensor(),
-              .sink = sink.tensor(),
-              .index_q = index_q.tensor(),
-              .index_k = index_k.tensor(),
-              .weights = weights.tensor(),
-              .begin = begin.tensor(),
-              .end = end.tensor(),
-              .loss = loss.tensor(),
-              .lse = lse.tensor(),
-              .scale = c.attention_scale(),
-              .key_offset = c.key_offset()},
-      backward{.q = q.tensor(),
-               .kv = kv.tensor(),
-               .sink = sink.tensor(),
-               .index_q = index_q.tensor(),
-               .index_k = index_k.tensor(),
-               .weights = weights.tensor(),
-               .begin = begin.tensor(),
-               .end = end.tensor(),
-               .lse = lse.tensor(),
-               .d_loss = d_loss.tensor(),
-               .d_index_q = d_index_q.tensor(),
-               .d_weights = d_weights.tensor(),
-               .d_index_k = d_index_k.tensor(),
-               .scale = c.attention_scale(),
-               .key_offset = c.key_offset()},
-      backward_rounded(backward) {
+      begin(buffers.query_ints("begin", {}, windows.begin)),
+      end(buffers.query_ints("end", {}, windows.end)),
+      loss(buffers.query_output("loss", DType::f32, {})),
+      lse(buffers.query_output("lse", DType::f32, {c.heads})),
+      d_loss(buffers.query_input("d_loss", DType::f32, {},
+                                 buffers.if_live(1, buffers.normal("d_loss")))),
+      d_index_q(buffers.query_output("d_index_q", c.dtype, {c.index_heads, c.index_dim})),
+      d_weights(buffers.query_output("d_weights", DType::f32, {c.index_heads})),
+      d_index_k(buffers.sum("d_index_k", {c.index_keys(), c.index_dim})),
+      d_index_k_rounded(c.dtype == DType::f32 ? buffers.absent()
+                                              : buffers.output("d_index_k_rounded", c.dtype,
+                                                               {c.index_keys(), c.index_dim})),
+      forward(buffers.arguments<DenseIndexLossForward>()),
+      backward(buffers.arguments<DenseIndexLossBackward>()) {
+  forward.scale = backward.scale = c.attention_scale();
+  forward.key_offset = backward.key_offset = c.key_offset();
+  backward_rounded = backward;
   backward_rounded.d_index_k = d_index_k_rounded.tensor();
 }
 
-std::vector<Step> DenseIndexLossWork::steps() const {
-  return {step("forward", forward, forward_flops), step("backward", backward, backward_flops)};
+std::vector<Call> DenseIndexLossWork::calls() const {
+  return {call(forward, forward_flops), call(backward, backward_flops)};
 }
 
 }  // namespace winnow::harness

@@ -7,8 +7,8 @@
 
 #include <fmt/format.h>
 
+#include "harness/index_topk.h"
 #include "harness/trial.h"
-#include "harness/workloads.h"
 
 namespace winnow::harness {
 namespace {

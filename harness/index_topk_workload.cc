@@ -4,9 +4,9 @@
 #include <cmath>
 #include <limits>
 
+#include "harness/index_topk.h"
 #include "harness/numbers.h"
 #include "harness/random.h"
-#include "harness/workloads.h"
 
 namespace winnow::harness {
 namespace {
@@ -88,61 +88,46 @@ IndexTopkWork::IndexTopkWork(const Case& c, const Placement& placement, std::uin
       forward_flops(2.0 * c.index_heads * c.index_dim * windows.total()),
       backward_flops(0),
       buffers(c, placement, seed),
-      q(buffers.query_input(fp8 ? DType::f8_e4m3 : c.dtype, {c.index_heads, c.index_dim},
+      q(buffers.query_input("q", fp8 ? DType::f8_e4m3 : c.dtype, {c.index_heads, c.index_dim},
                             query_values(c, buffers, fp8))),
       // The oracle's k of fp8 is a product of two rounded numbers, which is not rounded again.
-      k(buffers.input(fp8 ? (buffers.as_f64() ? DType::f64 : DType::f8_e4m3) : c.dtype,
+      k(buffers.input("k", fp8 ? (buffers.as_f64() ? DType::f64 : DType::f8_e4m3) : c.dtype,
                       {c.index_keys(), c.index_dim},
                       key_values(c, buffers, windows, scale_values(c, seed), fp8))),
-      weights(buffers.query_input(DType::f32, {c.index_heads}, weight_values(c, buffers, fp8))),
+      weights(buffers.query_input("weights", DType::f32, {c.index_heads},
+                                  weight_values(c, buffers, fp8))),
       k_scale(fp8 && !buffers.as_f64()
-                  ? buffers.input(DType::f32, {c.index_keys()},
+                  ? buffers.input("k_scale", DType::f32, {c.index_keys()},
                                   nan_unless(readable_keys(c, windows), 1, scale_values(c, seed)))
                   : buffers.absent()),
-      begin(buffers.query_ints({}, windows.begin)),
-      end(buffers.query_ints({}, windows.end)),
-      indices(buffers.query_output(DType::i32, {c.index_topk()})),
-      lengths(buffers.query_output(DType::i32, {})),
-      scores(c.index_scores ? buffers.query_output(DType::f32, {c.index_topk()})
+      begin(buffers.query_ints("begin", {}, windows.begin)),
+      end(buffers.query_ints("end", {}, windows.end)),
+      indices(buffers.query_output("indices", DType::i32, {c.index_topk()})),
+      lengths(buffers.query_output("lengths", DType::i32, {})),
+      scores(c.index_scores ? buffers.query_output("scores", DType::f32, {c.index_topk()})
                             : buffers.absent()),
       d_scores(buffers.query_input(
-          DType::f32, {c.index_topk()},
+          "d_scores", DType::f32, {c.index_topk()},
           in_slots([counts = candidates(c, windows)](std::int64_t t,
                                                      std::int64_t j) { return j < counts[t]; },
                    buffers.if_live(1, buffers.normal("d_scores"))))),
-      replay_indices(buffers.query_ints({c.index_topk()}, replay_lists.indices)),
-      replay_lengths(c.lengths ? buffers.query_ints({}, replay_lists.lengths) : buffers.absent()),
-      replay_scores(buffers.query_output(DType::f32, {c.index_topk()})),
+      replay_indices(buffers.query_ints("replay_indices", {c.index_topk()}, replay_lists.indices)),
+      replay_lengths(c.lengths ? buffers.query_ints("replay_lengths", {}, replay_lists.lengths)
+                               : buffers.absent()),
+      replay_scores(buffers.query_output("replay_scores", DType::f32, {c.index_topk()})),
       replay_d_scores(buffers.query_input(
-          DType::f32, {c.index_topk()},
+          "replay_d_scores", DType::f32, {c.index_topk()},
           in_slots([this](std::int64_t t, std::int64_t j) { return replayed(t, j); },
                    buffers.if_live(1, buffers.normal("replay d_scores"))))),
-      d_q(buffers.query_output(c.dtype, {c.index_heads, c.index_dim})),
-      d_weights(buffers.query_output(DType::f32, {c.index_heads})),
-      d_k(buffers.sum({c.index_keys(), c.index_dim})),
-      d_k_rounded(c.dtype == DType::f32 ? buffers.absent()
-                                        : buffers.output(c.dtype, {c.index_keys(), c.index_dim})),
-      forward{.q = q.tensor(),
-              .k = k.tensor(),
-              .weights = weights.tensor(),
-              .k_scale = k_scale.tensor(),
-              .begin = begin.tensor(),
-              .end = end.tensor(),
-              .indices = indices.tensor(),
-              .lengths = lengths.tensor(),
-              .scores = scores.tensor()},
+      d_q(buffers.query_output("d_q", c.dtype, {c.index_heads, c.index_dim})),
+      d_weights(buffers.query_output("d_weights", DType::f32, {c.index_heads})),
+      d_k(buffers.sum("d_k", {c.index_keys(), c.index_dim})),
+      d_k_rounded(c.dtype == DType::f32
+                      ? buffers.absent()
+                      : buffers.output("d_k_rounded", c.dtype, {c.index_keys(), c.index_dim})),
+      forward(buffers.arguments<IndexTopkForward>()),
       replay(forward),
-      backward{.q = q.tensor(),
-               .k = k.tensor(),
-               .weights = weights.tensor(),
-               .begin = begin.tensor(),
-               .end = end.tensor(),
-               .indices = indices.tensor(),
-               .lengths = lengths.tensor(),
-               .d_scores = d_scores.tensor(),
-               .d_q = d_q.tensor(),
-               .d_weights = d_weights.tensor(),
-               .d_k = d_k.tensor()},
+      backward(buffers.arguments<IndexTopkBackward>()),
       replay_backward(backward) {
   for (std::int64_t t = 0; t < c.tokens; ++t)
     backward_flops +=
@@ -162,11 +147,12 @@ bool IndexTopkWork::replayed(std::int64_t t, std::int64_t j) const {
   return replay_lists.valid(t, j) && key >= windows.begin[t] && key < windows.end[t];
 }
 
-std::vector<Step> IndexTopkWork::steps() const {
-  std::vector<Step> result{step("forward", forward, forward_flops)};
-  if (forward.q.dtype != DType::f8_e4m3)
-    result.push_back(step("backward", backward, backward_flops));
-  return result;
+std::vector<Call> IndexTopkWorks::calls() const {
+  std::vector<Call> calls{call(plain.forward, plain.forward_flops),
+                          call(plain.backward, plain.backward_flops),
+                          call(fp8.forward, fp8.forward_flops)};
+  calls.back().name += ", fp8";
+  return calls;
 }
 
 }  // namespace winnow::harness

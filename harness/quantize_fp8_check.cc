@@ -5,8 +5,8 @@
 #include <cmath>
 
 #include "harness/numbers.h"
+#include "harness/quantize_fp8.h"
 #include "harness/trial.h"
-#include "harness/workloads.h"
 
 namespace winnow::harness {
 namespace {

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "harness/workloads.h"
+#include "harness/quantize_fp8.h"
 
 namespace winnow::harness {
 namespace {
@@ -27,20 +27,19 @@ Values rows_to_quantize(const Buffers& buffers, std::string_view stream) {
 
 QuantizeFp8Work::QuantizeFp8Work(const Case& c, const Placement& placement, std::uint64_t seed)
     : buffers(c, placement, seed),
-      keys(
-          buffers.input(c.dtype, {c.index_keys(), c.index_dim}, rows_to_quantize(buffers, "keys"))),
-      key_values(buffers.output(DType::f8_e4m3, {c.index_keys(), c.index_dim})),
-      key_scale(buffers.output(DType::f32, {c.index_keys()})),
-      queries(buffers.query_input(c.dtype, {c.index_heads, c.index_dim},
+      keys(buffers.input("keys", c.dtype, {c.index_keys(), c.index_dim},
+                         rows_to_quantize(buffers, "keys"))),
+      key_values(buffers.output("key_values", DType::f8_e4m3, {c.index_keys(), c.index_dim})),
+      key_scale(buffers.output("key_scale", DType::f32, {c.index_keys()})),
+      queries(buffers.query_input("queries", c.dtype, {c.index_heads, c.index_dim},
                                   rows_to_quantize(buffers, "queries"))),
-      query_values(buffers.query_output(DType::f8_e4m3, {c.index_heads, c.index_dim})),
-      query_scale(buffers.query_output(DType::f32, {c.index_heads})),
+      query_values(
+          buffers.query_output("query_values", DType::f8_e4m3, {c.index_heads, c.index_dim})),
+      query_scale(buffers.query_output("query_scale", DType::f32, {c.index_heads})),
       of_keys{.x = keys.tensor(), .values = key_values.tensor(), .scale = key_scale.tensor()},
       of_queries{
           .x = queries.tensor(), .values = query_values.tensor(), .scale = query_scale.tensor()} {}
 
-std::vector<Step> QuantizeFp8Work::steps() const {
-  return {step("keys", of_keys, 0), step("queries", of_queries, 0)};
-}
+std::vector<Call> QuantizeFp8Work::calls() const { return {call(of_queries)}; }
 
 }  // namespace winnow::harness

@@ -63,8 +63,8 @@ Rows spread(std::int64_t n) {
 }
 
 /// What every query has for itself.
-std::vector<StepResult> results_of_rows(const TrainingStep& step) {
-  std::vector<StepResult> results;
+std::vector<StepOutput> results_of_rows(const TrainingStep& step) {
+  std::vector<StepOutput> results;
   const auto add = [&](const char* what, const Buffer& buffer) {
     if (buffer.tensor()) results.push_back({what, &buffer});
   };
@@ -89,7 +89,7 @@ std::vector<StepResult> results_of_rows(const TrainingStep& step) {
 struct Sums {
   const Buffer *d_index_k, *d_kv, *d_kv_pools, *d_sink, *d_w_v;
 };
-void add_sums(const Case& c, const Sums& sums, std::vector<StepResult>& results) {
+void add_sums(const Case& c, const Sums& sums, std::vector<StepOutput>& results) {
   const RowKind index_keys = c.has_pools() ? RowKind::pools : RowKind::rows;
   results.push_back({"d_index_k", sums.d_index_k, index_keys});
   results.push_back({"d_kv", sums.d_kv, RowKind::rows});
@@ -123,17 +123,18 @@ RankStep::RankStep(const Case& c, const Batch& batch, Sharding sharding, Communi
       step(c, with_queries(c, batch, shards.rows.rows[ranks.rank()]),
            {.device = device, .rows = wide(shards.rows.rows[ranks.rank()])}, seed),
       own(c, {.device = device}, seed),
-      index_k(own.input(c.dtype, {count(index_shards().rows[ranks.rank()]), c.index_dim},
+      index_k(own.input("index_k", c.dtype, {count(index_shards().rows[ranks.rank()]), c.index_dim},
                         at(index_shards().rows[ranks.rank()], 0, own.normal("index k")))),
-      kv(own.input(c.dtype, {count(shards.rows.rows[ranks.rank()]), c.qk_dim},
+      kv(own.input("kv", c.dtype, {count(shards.rows.rows[ranks.rank()]), c.qk_dim},
                    at(shards.rows.rows[ranks.rank()], 0, own.normal("kv")))),
-      kv_pools(own.input(c.dtype, {count(shards.pools.rows[ranks.rank()]), c.qk_dim},
+      kv_pools(own.input("kv_pools", c.dtype, {count(shards.pools.rows[ranks.rank()]), c.qk_dim},
                          at(shards.pools.rows[ranks.rank()], c.rows, own.normal("kv")))),
-      d_index_k(own.output(DType::f32, {index_k.tensor().shape[0], c.index_dim})),
-      d_kv(own.output(DType::f32, {kv.tensor().shape[0], c.qk_dim})),
-      d_kv_pools(own.output(DType::f32, {kv_pools.tensor().shape[0], c.qk_dim})),
-      d_sink(own.output(DType::f32, {ranks.rank() == 0 ? c.heads : 0})),
-      d_w_v(own.output(DType::f32, {ranks.rank() == 0 ? c.heads : 0, c.head_dim, c.v_dim})) {
+      d_index_k(own.output("d_index_k", DType::f32, {index_k.tensor().shape[0], c.index_dim})),
+      d_kv(own.output("d_kv", DType::f32, {kv.tensor().shape[0], c.qk_dim})),
+      d_kv_pools(own.output("d_kv_pools", DType::f32, {kv_pools.tensor().shape[0], c.qk_dim})),
+      d_sink(own.output("d_sink", DType::f32, {ranks.rank() == 0 ? c.heads : 0})),
+      d_w_v(
+          own.output("d_w_v", DType::f32, {ranks.rank() == 0 ? c.heads : 0, c.head_dim, c.v_dim})) {
   step.index_k.poison();
   step.kv.poison();
 }
@@ -175,20 +176,20 @@ void RankStep::sum_to_rank_0(const Buffer& part, const Buffer& sum, const Execut
                               rows, execution);
 }
 
-std::vector<StepResult> results_of(const RankStep& rank) {
-  std::vector<StepResult> results = results_of_rows(rank.step);
+std::vector<StepOutput> results_of(const RankStep& rank) {
+  std::vector<StepOutput> results = results_of_rows(rank.step);
   add_sums(rank.step.c, {&rank.d_index_k, &rank.d_kv, &rank.d_kv_pools, &rank.d_sink, &rank.d_w_v},
            results);
   return results;
 }
 
-std::vector<StepResult> results_alone(const TrainingStep& step) {
-  std::vector<StepResult> results = results_of_rows(step);
+std::vector<StepOutput> results_alone(const TrainingStep& step) {
+  std::vector<StepOutput> results = results_of_rows(step);
   add_sums(step.c, {&step.d_index_k, &step.d_kv, &step.d_kv, &step.d_sink, &step.d_w_v}, results);
   return results;
 }
 
-Rows rows_of_rank(const StepResult& alone, const BatchShards& shards, int rank) {
+Rows rows_of_rank(const StepOutput& alone, const BatchShards& shards, int rank) {
   const auto r = static_cast<std::size_t>(rank);
   switch (alone.kind) {
     case RowKind::pools:
@@ -210,7 +211,7 @@ std::vector<double> values_of(const Buffer& buffer, const Rows& rows) {
   return {ints.begin(), ints.end()};
 }
 
-Report compare_with_one_rank(const StepResult& result, std::span<const double> of_ranks,
+Report compare_with_one_rank(const StepOutput& result, std::span<const double> of_ranks,
                              std::span<const double> alone) {
   if (result.bitwise()) return compare_exactly(result.what, of_ranks, alone);
   return compare(result.what, of_ranks, alone, gradient_limit(DType::f32));

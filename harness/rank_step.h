@@ -53,7 +53,7 @@ struct RankStep {
 enum class RowKind : std::int32_t { queries, rows, pools, parameters };
 
 /// A tensor that a step writes.
-struct StepResult {
+struct StepOutput {
   std::string what;
   const Buffer* buffer = nullptr;
   RowKind kind = RowKind::queries;
@@ -64,17 +64,17 @@ struct StepResult {
   bool bitwise() const { return kind == RowKind::queries; }
 };
 /// The same list for a rank's step and for a step alone.
-std::vector<StepResult> results_of(const RankStep& rank);
-std::vector<StepResult> results_alone(const TrainingStep& step);
+std::vector<StepOutput> results_of(const RankStep& rank);
+std::vector<StepOutput> results_alone(const TrainingStep& step);
 /// Rows of a result of a step alone that a rank holds.
-Rows rows_of_rank(const StepResult& alone, const BatchShards& shards, int rank);
+Rows rows_of_rank(const StepOutput& alone, const BatchShards& shards, int rank);
 
 /// Elements of any type, of all rows or of those given.
 std::vector<double> values_of(const Buffer& buffer);
 std::vector<double> values_of(const Buffer& buffer, const Rows& rows);
 
 /// Values of ranks against those of a step alone.
-Report compare_with_one_rank(const StepResult& result, std::span<const double> of_ranks,
+Report compare_with_one_rank(const StepOutput& result, std::span<const double> of_ranks,
                              std::span<const double> alone);
 
 }  // namespace winnow::harness

@@ -5,8 +5,8 @@
 #include <limits>
 #include <numeric>
 
+#include "harness/sparse_attention.h"
 #include "harness/trial.h"
-#include "harness/workloads.h"
 
 namespace winnow::harness {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "harness/workloads.h"
+#include "harness/sparse_attention.h"
 
 namespace winnow::harness {
 namespace {
@@ -41,58 +41,40 @@ SparseAttentionWork::SparseAttentionWork(const Case& c, const Placement& placeme
       forward_flops(2.0 * lists.valid_slots() * c.heads * (c.qk_dim + c.v_dim)),
       backward_flops(2.0 * lists.valid_slots() * c.heads * (3 * c.qk_dim + 2 * c.v_dim)),
       buffers(c, placement, seed, c.batch),
-      q(buffers.query_input(c.dtype, {c.heads, c.qk_dim}, buffers.normal("q"))),
-      kv(buffers.input(c.dtype, key_shape(c),
+      q(buffers.query_input("q", c.dtype, {c.heads, c.qk_dim}, buffers.normal("q"))),
+      kv(buffers.input("kv", c.dtype, key_shape(c),
                        nan_unless(used_keys(c, lists), 1, buffers.normal("kv", 1, kMean)))),
-      indices(buffers.query_ints({c.topk}, lists.indices)),
-      lengths(c.lengths ? buffers.query_ints({}, lists.lengths) : buffers.absent()),
+      indices(buffers.query_ints("indices", {c.topk}, lists.indices)),
+      lengths(c.lengths ? buffers.query_ints("lengths", {}, lists.lengths) : buffers.absent()),
       sink(buffers.sink(c)),
-      out(buffers.query_output(c.dtype, {c.heads, c.v_dim})),
-      lse(buffers.query_output(DType::f32, {c.heads})),
-      max_logits(c.extras ? buffers.query_output(DType::f32, {c.heads}) : buffers.absent()),
+      out(buffers.query_output("out", c.dtype, {c.heads, c.v_dim})),
+      lse(buffers.query_output("lse", DType::f32, {c.heads})),
+      max_logits(c.extras ? buffers.query_output("max_logits", DType::f32, {c.heads})
+                          : buffers.absent()),
       d_out(buffers.query_input(
-          c.dtype, {c.heads, c.v_dim},
+          "d_out", c.dtype, {c.heads, c.v_dim},
           nan_unless(rows_with_keys(lists, slices(c) * c.tokens), c.heads,
                      buffers.if_live(c.heads, buffers.normal("d_out", 1, kMean))))),
       d_lse(c.extras
-                ? buffers.query_input(DType::f32, {c.heads},
+                ? buffers.query_input("d_lse", DType::f32, {c.heads},
                                       nan_unless(rows_with_keys(lists, slices(c) * c.tokens), 1,
                                                  buffers.if_live(1, buffers.normal("d_lse"))))
                 : buffers.absent()),
-      d_q(buffers.query_output(c.dtype, {c.heads, c.qk_dim})),
-      d_kv(buffers.sum(key_shape(c))),
+      d_q(buffers.query_output("d_q", c.dtype, {c.heads, c.qk_dim})),
+      d_kv(buffers.sum("d_kv", key_shape(c))),
       d_kv_rounded(c.dtype == DType::f32 ? buffers.absent()
-                                         : buffers.output(c.dtype, key_shape(c))),
-      d_sink(c.sink ? buffers.sum({c.heads}) : buffers.absent()),
-      forward{.q = q.tensor(),
-              .kv = kv.tensor(),
-              .indices = indices.tensor(),
-              .lengths = lengths.tensor(),
-              .sink = sink.tensor(),
-              .out = out.tensor(),
-              .lse = lse.tensor(),
-              .max_logits = max_logits.tensor(),
-              .scale = c.scale},
-      backward{.q = q.tensor(),
-               .kv = kv.tensor(),
-               .indices = indices.tensor(),
-               .lengths = lengths.tensor(),
-               .sink = sink.tensor(),
-               .out = out.tensor(),
-               .lse = lse.tensor(),
-               .d_out = d_out.tensor(),
-               .d_lse = d_lse.tensor(),
-               .d_q = d_q.tensor(),
-               .d_kv = d_kv.tensor(),
-               .d_sink = d_sink.tensor(),
-               .scale = c.scale},
-      backward_rounded(backward) {
+                                         : buffers.output("d_kv_rounded", c.dtype, key_shape(c))),
+      d_sink(c.sink ? buffers.sum("d_sink", {c.heads}) : buffers.absent()),
+      forward(buffers.arguments<SparseAttentionForward>()),
+      backward(buffers.arguments<SparseAttentionBackward>()) {
+  forward.scale = backward.scale = c.scale;
+  backward_rounded = backward;
   backward_rounded.d_kv = d_kv_rounded.tensor();
   backward_rounded.max_heads_per_pass = static_cast<std::int32_t>(c.heads + 1) / 2;
 }
 
-std::vector<Step> SparseAttentionWork::steps() const {
-  return {step("forward", forward, forward_flops), step("backward", backward, backward_flops)};
+std::vector<Call> SparseAttentionWork::calls() const {
+  return {call(forward, forward_flops), call(backward, backward_flops)};
 }
 
 }  // namespace winnow::harness

@@ -76,127 +76,73 @@ TrainingStep::TrainingStep(const Case& given, const Batch& given_batch, const Pl
     : c(given),
       batch(given_batch),
       buffers(c, placement, seed),
-      cu_seqlens(buffers.ints(batch.offsets)),
-      cu_seqlens_padded(batch.padded.empty() ? buffers.absent() : buffers.ints(batch.padded)),
-      query_rows(batch.query_rows.empty() ? buffers.absent() : buffers.ints(batch.query_rows)),
-      begin(buffers.query_output(DType::i32, {})),
-      end(buffers.query_output(DType::i32, {})),
-      index_q(
-          buffers.query_input(c.dtype, {c.index_heads, c.index_dim}, buffers.normal("index q"))),
-      index_k(buffers.input(c.dtype, {c.index_keys(), c.index_dim}, buffers.normal("index k"))),
+      cu_seqlens(buffers.ints("cu_seqlens", batch.offsets)),
+      cu_seqlens_padded(batch.padded.empty() ? buffers.absent()
+                                             : buffers.ints("cu_seqlens_padded", batch.padded)),
+      query_rows(batch.query_rows.empty() ? buffers.absent()
+                                          : buffers.ints("query_rows", batch.query_rows)),
+      begin(buffers.query_output("begin", DType::i32, {})),
+      end(buffers.query_output("end", DType::i32, {})),
+      index_q(buffers.query_input("index_q", c.dtype, {c.index_heads, c.index_dim},
+                                  buffers.normal("index q"))),
+      index_k(buffers.input("index_k", c.dtype, {c.index_keys(), c.index_dim},
+                            buffers.normal("index k"))),
       weights(buffers.query_input(
-          DType::f32, {c.index_heads},
+          "weights", DType::f32, {c.index_heads},
           buffers.normal("index weights", inverse_root(c.index_heads * c.index_dim)))),
-      selected(buffers.query_output(DType::i32, {c.index_topk()})),
-      selected_lengths(buffers.query_output(DType::i32, {})),
-      scores(buffers.query_output(DType::f32, {c.index_topk()})),
-      indices(c.window > 0 ? buffers.query_output(DType::i32, {c.topk}) : selected),
-      lengths(c.window > 0 ? buffers.query_output(DType::i32, {}) : selected_lengths),
-      q(buffers.query_input(c.dtype, {c.heads, c.qk_dim}, buffers.normal("q"))),
-      kv(buffers.input(c.dtype, {c.keys(), c.qk_dim}, buffers.normal("kv"))),
+      selected(buffers.query_output("selected", DType::i32, {c.index_topk()})),
+      selected_lengths(buffers.query_output("selected_lengths", DType::i32, {})),
+      scores(buffers.query_output("scores", DType::f32, {c.index_topk()})),
+      indices(c.window > 0 ? buffers.query_output("indices", DType::i32, {c.topk})
+                           : buffers.alias("indices", "selected")),
+      lengths(c.window > 0 ? buffers.query_output("lengths", DType::i32, {})
+                           : buffers.alias("lengths", "selected_lengths")),
+      q(buffers.query_input("q", c.dtype, {c.heads, c.qk_dim}, buffers.normal("q"))),
+      kv(buffers.input("kv", c.dtype, {c.keys(), c.qk_dim}, buffers.normal("kv"))),
       sink(buffers.sink(c)),
-      out(buffers.query_output(c.dtype, {c.heads, c.v_dim})),
-      lse(buffers.query_output(DType::f32, {c.heads})),
-      w_v(c.head_dim > 0 ? buffers.input(c.dtype, {c.heads, c.head_dim, c.v_dim},
+      out(buffers.query_output("out", c.dtype, {c.heads, c.v_dim})),
+      lse(buffers.query_output("lse", DType::f32, {c.heads})),
+      w_v(c.head_dim > 0 ? buffers.input("w_v", c.dtype, {c.heads, c.head_dim, c.v_dim},
                                          buffers.normal("w_v", inverse_root(c.v_dim)))
                          : buffers.absent()),
-      out_v(c.head_dim > 0 ? buffers.query_output(c.dtype, {c.heads, c.head_dim})
+      out_v(c.head_dim > 0 ? buffers.query_output("out_v", c.dtype, {c.heads, c.head_dim})
                            : buffers.absent()),
-      d_out_v(c.head_dim > 0
-                  ? buffers.query_input(c.dtype, {c.heads, c.head_dim}, buffers.normal("d_out_v"))
-                  : buffers.absent()),
-      target(buffers.query_output(DType::f32, {c.index_topk()})),
-      loss(buffers.query_output(DType::f32, {})),
-      d_scores(buffers.query_output(DType::f32, {c.index_topk()})),
-      d_out(c.head_dim > 0
-                ? buffers.query_output(c.dtype, {c.heads, c.v_dim})
-                : buffers.query_input(c.dtype, {c.heads, c.v_dim}, buffers.normal("d_out"))),
-      d_q(buffers.query_output(c.dtype, {c.heads, c.qk_dim})),
-      d_kv(buffers.input(DType::f32, {c.keys(), c.qk_dim}, constant(0))),
-      d_sink(c.sink ? buffers.input(DType::f32, {c.heads}, constant(0)) : buffers.absent()),
-      d_w_v(c.head_dim > 0 ? buffers.input(DType::f32, {c.heads, c.head_dim, c.v_dim}, constant(0))
-                           : buffers.absent()),
-      d_index_q(buffers.query_output(c.dtype, {c.index_heads, c.index_dim})),
-      d_index_k(buffers.input(DType::f32, {c.index_keys(), c.index_dim}, constant(0))),
-      d_weights(buffers.query_output(DType::f32, {c.index_heads})),
-      windows{.cu_seqlens = cu_seqlens.tensor(),
-              .cu_seqlens_padded = cu_seqlens_padded.tensor(),
-              .query_rows = query_rows.tensor(),
-              .ratio = c.ratio,
-              .begin = begin.tensor(),
-              .end = end.tensor()},
-      select{.q = index_q.tensor(),
-             .k = index_k.tensor(),
-             .weights = weights.tensor(),
-             .k_scale = {},
-             .begin = begin.tensor(),
-             .end = end.tensor(),
-             .indices = selected.tensor(),
-             .lengths = selected_lengths.tensor(),
-             .scores = scores.tensor()},
-      lists{.cu_seqlens = cu_seqlens.tensor(),
-            .cu_seqlens_padded = cu_seqlens_padded.tensor(),
-            .query_rows = query_rows.tensor(),
-            .window = c.window,
-            .ratio = c.has_pools() ? c.ratio : 0,
-            .key_offset = c.key_offset(),
-            .pool_ids = selected.tensor(),
-            .indices = indices.tensor(),
-            .lengths = lengths.tensor()},
-      attend{.q = q.tensor(),
-             .kv = kv.tensor(),
-             .indices = indices.tensor(),
-             .lengths = lengths.tensor(),
-             .sink = sink.tensor(),
-             .out = out.tensor(),
-             .lse = lse.tensor(),
-             .max_logits = {},
-             .scale = c.scale},
-      project{.out = out.tensor(), .w_v = w_v.tensor(), .out_v = out_v.tensor()},
-      find_target{.q = q.tensor(),
-                  .kv = kv.tensor(),
-                  .indices = selected.tensor(),
-                  .lengths = selected_lengths.tensor(),
-                  .sink = sink.tensor(),
-                  .lse = lse.tensor(),
-                  .target = target.tensor(),
-                  .scale = c.attention_scale(),
-                  .key_offset = c.key_offset()},
-      find_loss{.indices = selected.tensor(),
-                .lengths = selected_lengths.tensor(),
-                .scores = scores.tensor(),
-                .target = target.tensor(),
-                .loss = loss.tensor(),
-                .d_scores = d_scores.tensor()},
-      project_backward{.out = out.tensor(),
-                       .w_v = w_v.tensor(),
-                       .d_out_v = d_out_v.tensor(),
-                       .d_out = d_out.tensor(),
-                       .d_w_v = d_w_v.tensor()},
-      attend_backward{.q = q.tensor(),
-                      .kv = kv.tensor(),
-                      .indices = indices.tensor(),
-                      .lengths = lengths.tensor(),
-                      .sink = sink.tensor(),
-                      .out = out.tensor(),
-                      .lse = lse.tensor(),
-                      .d_out = d_out.tensor(),
-                      .d_lse = {},
-                      .d_q = d_q.tensor(),
-                      .d_kv = d_kv.tensor(),
-                      .d_sink = d_sink.tensor(),
-                      .scale = c.scale},
-      select_backward{.q = index_q.tensor(),
-                      .k = index_k.tensor(),
-                      .weights = weights.tensor(),
-                      .begin = begin.tensor(),
-                      .end = end.tensor(),
-                      .indices = selected.tensor(),
-                      .lengths = selected_lengths.tensor(),
-                      .d_scores = d_scores.tensor(),
-                      .d_q = d_index_q.tensor(),
-                      .d_weights = d_weights.tensor(),
-                      .d_k = d_index_k.tensor()} {}
+      d_out_v(c.head_dim > 0 ? buffers.query_input("d_out_v", c.dtype, {c.heads, c.head_dim},
+                                                   buffers.normal("d_out_v"))
+                             : buffers.absent()),
+      target(buffers.query_output("target", DType::f32, {c.index_topk()})),
+      loss(buffers.query_output("loss", DType::f32, {})),
+      d_scores(buffers.query_output("d_scores", DType::f32, {c.index_topk()})),
+      d_out(c.head_dim > 0 ? buffers.query_output("d_out", c.dtype, {c.heads, c.v_dim})
+                           : buffers.query_input("d_out", c.dtype, {c.heads, c.v_dim},
+                                                 buffers.normal("d_out"))),
+      d_q(buffers.query_output("d_q", c.dtype, {c.heads, c.qk_dim})),
+      d_kv(buffers.input("d_kv", DType::f32, {c.keys(), c.qk_dim}, constant(0))),
+      d_sink(c.sink ? buffers.input("d_sink", DType::f32, {c.heads}, constant(0))
+                    : buffers.absent()),
+      d_w_v(c.head_dim > 0
+                ? buffers.input("d_w_v", DType::f32, {c.heads, c.head_dim, c.v_dim}, constant(0))
+                : buffers.absent()),
+      d_index_q(buffers.query_output("d_index_q", c.dtype, {c.index_heads, c.index_dim})),
+      d_index_k(buffers.input("d_index_k", DType::f32, {c.index_keys(), c.index_dim}, constant(0))),
+      d_weights(buffers.query_output("d_weights", DType::f32, {c.index_heads})),
+      windows(buffers.layer_arguments<KeyWindows>()),
+      select(buffers.layer_arguments<IndexTopkForward>()),
+      lists(buffers.layer_arguments<WindowIndices>()),
+      attend(buffers.layer_arguments<SparseAttentionForward>()),
+      project(buffers.layer_arguments<ValueProjectionForward>()),
+      find_target(buffers.layer_arguments<IndexTarget>()),
+      find_loss(buffers.layer_arguments<IndexLoss>()),
+      project_backward(buffers.layer_arguments<ValueProjectionBackward>()),
+      attend_backward(buffers.layer_arguments<SparseAttentionBackward>()),
+      select_backward(buffers.layer_arguments<IndexTopkBackward>()) {
+  windows.ratio = c.ratio;
+  lists.window = c.window;
+  lists.ratio = c.has_pools() ? c.ratio : 0;
+  attend.scale = attend_backward.scale = c.scale;
+  find_target.scale = c.attention_scale();
+  lists.key_offset = find_target.key_offset = c.key_offset();
+}
 
 void TrainingStep::clear_sums() {
   for (Buffer* sum : {&d_kv, &d_sink, &d_w_v, &d_index_k})
@@ -204,8 +150,8 @@ void TrainingStep::clear_sums() {
 }
 
 void TrainingStep::run(const Execution& execution) const {
-  visit_calls([&]<class Args>(const char*, const Args& args, double) {
-    harness::run(args, for_operator<Args>(execution));
+  visit_calls([&]<class Args>(const Args& args, double) {
+    winnow::run(args, for_operator<Args>(execution));
   });
 }
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "harness/workload.h"
+#include "harness/buffers.h"
 
 namespace winnow::harness {
 
@@ -43,7 +43,7 @@ struct TrainingStep {
 
   /// The sums that backward calls add to become 0.
   void clear_sums();
-  /// visit(name, arguments, flops) for each call, in order.
+  /// visit(arguments, flops) for each call, in order.
   template <class Visitor>
   void visit_calls(const Visitor& visit) const;
   void run(const Execution& execution) const;
@@ -82,16 +82,16 @@ struct TrainingStep {
 template <class Visitor>
 void TrainingStep::visit_calls(const Visitor& visit) const {
   const Flops each = flops();
-  visit("key_windows", windows, 0.0);
-  visit("index_topk_forward", select, each.select);
-  if (c.window > 0) visit("window_indices", lists, 0.0);
-  visit("sparse_attention_forward", attend, each.attend);
-  if (c.head_dim > 0) visit("value_projection_forward", project, each.project);
-  visit("index_target", find_target, each.target);
-  visit("index_loss", find_loss, 0.0);
-  if (c.head_dim > 0) visit("value_projection_backward", project_backward, each.project_backward);
-  visit("sparse_attention_backward", attend_backward, each.attend_backward);
-  visit("index_topk_backward", select_backward, each.select_backward);
+  visit(windows, 0.0);
+  visit(select, each.select);
+  if (c.window > 0) visit(lists, 0.0);
+  visit(attend, each.attend);
+  if (c.head_dim > 0) visit(project, each.project);
+  visit(find_target, each.target);
+  visit(find_loss, 0.0);
+  if (c.head_dim > 0) visit(project_backward, each.project_backward);
+  visit(attend_backward, each.attend_backward);
+  visit(select_backward, each.select_backward);
 }
 
 /// What calls per query row cost at most, to decide how many rows a backend can be given.

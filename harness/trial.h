@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Trial: one check in progress, and the checks of the single ops.
+// Trial: one check in progress.
 #pragma once
 
 #include <span>
@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "harness/buffers.h"
 #include "harness/compare.h"
 #include "harness/kernel_choice.h"
-#include "harness/workload.h"
 
 namespace winnow::harness {
 
@@ -41,7 +41,7 @@ class Trial {
     const Execution execution = for_operator<Args>(execution_);
     std::string reason = why_not(args, execution);
     if (reason.empty()) {
-      harness::run(args, execution);
+      winnow::run(args, execution);
       kernel_ = kernel_of(args, execution);
       return true;
     }
@@ -73,22 +73,5 @@ class Trial {
 
 std::vector<double> difference(std::span<const double> after, std::span<const double> before);
 std::vector<double> magnitudes(std::span<const double> values);
-
-std::vector<Report> check_key_windows(const Case& c, const Execution& execution,
-                                      std::uint64_t seed);
-std::vector<Report> check_window_indices(const Case& c, const Execution& execution,
-                                         std::uint64_t seed);
-std::vector<Report> check_index_topk(const Case& c, const Execution& execution, std::uint64_t seed);
-std::vector<Report> check_sparse_attention(const Case& c, const Execution& execution,
-                                           std::uint64_t seed);
-std::vector<Report> check_value_projection(const Case& c, const Execution& execution,
-                                           std::uint64_t seed);
-std::vector<Report> check_index_target(const Case& c, const Execution& execution,
-                                       std::uint64_t seed);
-std::vector<Report> check_index_loss(const Case& c, const Execution& execution, std::uint64_t seed);
-std::vector<Report> check_dense_index_loss(const Case& c, const Execution& execution,
-                                           std::uint64_t seed);
-std::vector<Report> check_quantize_fp8(const Case& c, const Execution& execution,
-                                       std::uint64_t seed);
 
 }  // namespace winnow::harness

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The check of value_projection.
 #include "harness/trial.h"
-#include "harness/workloads.h"
+#include "harness/value_projection.h"
 
 namespace winnow::harness {
 namespace {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks of key_windows and window_indices: equal to what a walk through the documents gives.
 #include "harness/trial.h"
-#include "harness/workloads.h"
+#include "harness/windows.h"
 
 namespace winnow::harness {
 namespace {

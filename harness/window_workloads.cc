@@ -2,17 +2,18 @@
 // Workloads of the ops that make integers from documents: key_windows and window_indices.
 #include <algorithm>
 
-#include "harness/workloads.h"
+#include "harness/windows.h"
 
 namespace winnow::harness {
 namespace {
 
 Buffer& padded_offsets(Buffers& buffers, const Case& c, std::uint64_t seed) {
-  return c.padded ? buffers.ints(documents_of(c, seed).cu_seqlens_padded) : buffers.absent();
+  return c.padded ? buffers.ints("cu_seqlens_padded", documents_of(c, seed).cu_seqlens_padded)
+                  : buffers.absent();
 }
 
 Buffer& global_rows(Buffers& buffers, const Case& c) {
-  return c.has_query_rows() ? buffers.ints(query_rows_of(c)) : buffers.absent();
+  return c.has_query_rows() ? buffers.ints("query_rows", query_rows_of(c)) : buffers.absent();
 }
 
 /// All queries: these ops are cheap, and the documents are those of the whole case.
@@ -33,46 +34,38 @@ std::int64_t longest(const WindowLists& lists) {
 
 KeyWindowsWork::KeyWindowsWork(const Case& c, const Placement& placement, std::uint64_t seed)
     : buffers(c, whole(placement), seed),
-      cu_seqlens(buffers.ints(documents_of(c, seed).cu_seqlens)),
+      cu_seqlens(buffers.ints("cu_seqlens", documents_of(c, seed).cu_seqlens)),
       cu_seqlens_padded(padded_offsets(buffers, c, seed)),
       query_rows(global_rows(buffers, c)),
-      begin(buffers.query_output(DType::i32, {})),
-      end(buffers.query_output(DType::i32, {})),
-      args{.cu_seqlens = cu_seqlens.tensor(),
-           .cu_seqlens_padded = cu_seqlens_padded.tensor(),
-           .query_rows = query_rows.tensor(),
-           .ratio = c.ratio,
-           .begin = begin.tensor(),
-           .end = end.tensor()} {}
+      begin(buffers.query_output("begin", DType::i32, {})),
+      end(buffers.query_output("end", DType::i32, {})),
+      args(buffers.arguments<KeyWindows>()) {
+  args.ratio = c.ratio;
+}
 
-std::vector<Step> KeyWindowsWork::steps() const { return {step("forward", args, 0)}; }
+std::vector<Call> KeyWindowsWork::calls() const { return {call(args)}; }
 
 WindowIndicesWork::WindowIndicesWork(const Case& c, const Placement& placement, std::uint64_t seed)
     : pool_ids(pool_ids_of(c, seed)),
       all_pools(window_lists(c, seed, {})),
       buffers(c, whole(placement), seed),
-      cu_seqlens(buffers.ints(documents_of(c, seed).cu_seqlens)),
+      cu_seqlens(buffers.ints("cu_seqlens", documents_of(c, seed).cu_seqlens)),
       cu_seqlens_padded(padded_offsets(buffers, c, seed)),
       query_rows(global_rows(buffers, c)),
-      pool_id_buffer(c.has_pools() ? buffers.query_ints({c.index_topk()}, pool_ids)
+      pool_id_buffer(c.has_pools() ? buffers.query_ints("pool_ids", {c.index_topk()}, pool_ids)
                                    : buffers.absent()),
-      indices(buffers.query_output(DType::i32, {c.topk})),
-      lengths(buffers.query_output(DType::i32, {})),
-      wide_indices(buffers.query_output(DType::i32, {longest(all_pools)})),
-      args{.cu_seqlens = cu_seqlens.tensor(),
-           .cu_seqlens_padded = cu_seqlens_padded.tensor(),
-           .query_rows = query_rows.tensor(),
-           .window = c.window,
-           .ratio = c.has_pools() ? c.ratio : 0,
-           .key_offset = c.key_offset(),
-           .pool_ids = pool_id_buffer.tensor(),
-           .indices = indices.tensor(),
-           .lengths = lengths.tensor()},
-      all_pools_args(args) {
+      indices(buffers.query_output("indices", DType::i32, {c.topk})),
+      lengths(buffers.query_output("lengths", DType::i32, {})),
+      wide_indices(buffers.query_output("wide_indices", DType::i32, {longest(all_pools)})),
+      args(buffers.arguments<WindowIndices>()) {
+  args.window = c.window;
+  args.ratio = c.has_pools() ? c.ratio : 0;
+  args.key_offset = c.key_offset();
+  all_pools_args = args;
   all_pools_args.pool_ids = {};
   all_pools_args.indices = wide_indices.tensor();
 }
 
-std::vector<Step> WindowIndicesWork::steps() const { return {step("forward", args, 0)}; }
+std::vector<Call> WindowIndicesWork::calls() const { return {call(args)}; }
 
 }  // namespace winnow::harness

@@ -11,7 +11,12 @@
 #include <gtest/gtest.h>
 
 #include "harness/cases.h"
-#include "harness/workloads.h"
+#include "harness/index_loss.h"
+#include "harness/index_topk.h"
+#include "harness/quantize_fp8.h"
+#include "harness/sparse_attention.h"
+#include "harness/value_projection.h"
+#include "harness/windows.h"
 #include "tests/testing.h"
 
 namespace winnow::tests {
@@ -65,7 +70,7 @@ Values values_of(const Buffer& buffer) {
 template <class Args>
 void expect_same_from_a_graph(const Args& args, std::vector<Buffer*> outputs) {
   const Execution direct{.backend = Backend::cuda, .deterministic = true};
-  harness::run(args, direct);
+  run(args, direct);
   std::vector<Values> expected;
   for (const Buffer* output : outputs) expected.push_back(values_of(*output));
   const std::size_t bytes = workspace_bytes(args, direct);
@@ -79,7 +84,7 @@ void expect_same_from_a_graph(const Args& args, std::vector<Buffer*> outputs) {
         execution.workspace = workspace.tensor().data;
         execution.workspace_bytes = bytes;
       }
-      harness::run(args, execution);
+      run(args, execution);
     });
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       EXPECT_TRUE(same_bits(values_of(*outputs[i]), expected[i]));
@@ -137,7 +142,7 @@ TEST_F(CapturedCalls, OfTheValueProjection) {
 TEST_F(CapturedCalls, OfGradients) {
   for (const harness::Case& c : cases()) {
     const harness::SparseAttentionWork attention(c, {.device = kDevice}, 1);
-    harness::run(attention.forward, {.backend = Backend::cuda});
+    run(attention.forward, {.backend = Backend::cuda});
     expect_same_from_a_graph(attention.backward_rounded, {&attention.d_q, &attention.d_kv_rounded});
     const harness::IndexTopkWork indexer(c, {.device = kDevice}, 1);
     expect_same_from_a_graph(indexer.replay_backward,
@@ -171,12 +176,12 @@ TEST_F(OnCuda, DeterministicGradientsAreTheSameBitsAHundredTimes) {
     const harness::SparseAttentionWork work(c, {.device = kDevice}, 1);
     const Values d_kv_before = work.d_kv.download();
     const Values d_sink_before = work.d_sink.download();
-    harness::run(work.forward, {.backend = Backend::cuda});
+    run(work.forward, {.backend = Backend::cuda});
     Values d_kv, d_sink;
     for (int run = 0; run < 100; ++run) {
       work.d_kv.upload(d_kv_before);
       work.d_sink.upload(d_sink_before);
-      harness::run(work.backward, {.backend = Backend::cuda, .deterministic = true});
+      run(work.backward, {.backend = Backend::cuda, .deterministic = true});
       if (run == 0) {
         d_kv = work.d_kv.download();
         d_sink = work.d_sink.download();
@@ -212,7 +217,7 @@ TEST_F(OnCuda, SelectionOfManyRowsTakesNoMoreThanTheLimit) {
   std::uint64_t reset = 0;
   ASSERT_EQ(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrUsedMemHigh, &reset), cudaSuccess);
   const std::size_t before = bytes_in_use();
-  harness::run(work.forward, execution);
+  run(work.forward, execution);
   const std::size_t during = bytes_in_use();  // the call may still be running
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   std::uint64_t most = 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // dense_index_loss: equals the sparse loss with whole windows selected; independence of rows.
-#include "tests/attention.h"
-#include "tests/dense_loss.h"
-#include "tests/indexer.h"
+#include "tests/attention_calls.h"
+#include "tests/dense_loss_calls.h"
+#include "tests/indexer_calls.h"
 
 namespace winnow::tests {
 namespace {

@@ -4,7 +4,7 @@
 #include <thread>
 #include <vector>
 
-#include "tests/attention.h"
+#include "tests/attention_calls.h"
 
 namespace winnow::tests {
 namespace {

@@ -7,11 +7,11 @@
 #include <string>
 #include <string_view>
 
-#include "tests/attention.h"
-#include "tests/indexer.h"
+#include "tests/attention_calls.h"
+#include "tests/indexer_calls.h"
 #include "tests/judgement.h"
 #include "tests/mutations.h"
-#include "tests/op_calls.h"
+#include "tests/random_calls.h"
 #include "tests/refusal_coverage.h"
 
 namespace winnow::tests {
@@ -391,6 +391,17 @@ TEST(Refusals, OfBackends) {
         }
       },
       "the reference backend cannot reach tensors on cuda:0");
+}
+
+TEST(Refusals, OfKernels) {
+  expect_forward_refused([](Forward&) {}, "kernel 'fast': must be loops",
+                         {.backend = Backend::reference, .kernel = "fast"});
+  const AttentionForwardWork work(filled(Attention{}, 1), {});
+  std::vector<std::string> reasons;
+  for (const Candidate& candidate : explain(work.args, {.kernel = "loops"}))
+    if (!candidate.kernel.empty()) reasons.push_back(candidate.why_not);
+  EXPECT_EQ(reasons, (std::vector<std::string>{refusal::other_kernel, ""}));
+  coverage.record(": " + reasons[0]);
 }
 
 TEST(Refusals, HaveTheCodeOfTheirKind) {

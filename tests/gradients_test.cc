@@ -3,9 +3,9 @@
 #include <cmath>
 #include <functional>
 
-#include "tests/attention.h"
-#include "tests/dense_loss.h"
-#include "tests/indexer.h"
+#include "tests/attention_calls.h"
+#include "tests/dense_loss_calls.h"
+#include "tests/indexer_calls.h"
 
 namespace winnow::tests {
 namespace {

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every op on every backend and every case of the harness, against the reference in double; the cpu
-// backend on every SIMD target of this machine.
+// Every op on every backend, each of its kernels and every case of the harness, against the
+// reference in double; the cpu backend on every SIMD target of this machine.
 #include <algorithm>
 #include <cctype>
+#include <set>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include <fmt/format.h>
@@ -12,8 +14,7 @@
 
 #include "harness/backends.h"
 #include "harness/cases.h"
-#include "harness/checks.h"
-#include "harness/workloads.h"
+#include "harness/families.h"
 #include "tests/sanitized.h"
 #include "tests/simd_targets.h"
 
@@ -23,6 +24,7 @@ namespace {
 struct Checked {
   Backend backend;
   std::int64_t target;  // SIMD target of the cpu backend; 0: the best
+  const char* kernel;   // null: the backend has one
   std::string_view op;
   const harness::Case* c;
 };
@@ -43,22 +45,34 @@ std::vector<std::int64_t> targets_of(Backend backend) {
   return targets;
 }
 
+/// The kernels to test; null means the only one.
+std::vector<const char*> kernels_of(std::string_view op, Backend backend) {
+  std::vector<const char*> kernels;
+  for (const std::string_view kernel : harness::kernels_of(op, backend))
+    kernels.push_back(kernel.data());
+  return kernels.size() > 1 ? kernels : std::vector<const char*>{nullptr};
+}
+
 std::vector<Checked> all_checks() {
   std::vector<Checked> checks;
   for (const Backend backend : harness::usable_backends())
     for (const std::int64_t target : targets_of(backend))
       for (const std::string_view op : harness::ops())
-        for (const harness::Case& c : harness::cases())
-          if (fits_the_time(backend, target, c) && harness::missing(op, c).empty())
-            checks.push_back({backend, target, op, &c});
+        for (const char* const kernel : kernels_of(op, backend))
+          for (const harness::Case& c : harness::cases())
+            if (fits_the_time(backend, target, c) && harness::missing(op, c).empty())
+              checks.push_back({backend, target, kernel, op, &c});
   return checks;
 }
 
 /// Test names may have letters, digits and underscores only.
 std::string test_name(const ::testing::TestParamInfo<Checked>& info) {
-  const auto& [backend, target, op, c] = info.param;
-  const std::string on = target == 0 ? std::string() : fmt::format("{}_", hwy::TargetName(target));
-  std::string text = fmt::format("{}_{}{}_{}", name(backend), on, op, c->name);
+  const auto& [backend, target, kernel, op, c] = info.param;
+  std::string text(name(backend));
+  if (target != 0) text += fmt::format("_{}", hwy::TargetName(target));
+  text += fmt::format("_{}", op);
+  if (kernel != nullptr) text += fmt::format("_{}", kernel);
+  text += fmt::format("_{}", c->name);
   std::replace_if(
       text.begin(), text.end(), [](unsigned char letter) { return !std::isalnum(letter); }, '_');
   return text;
@@ -67,18 +81,39 @@ std::string test_name(const ::testing::TestParamInfo<Checked>& info) {
 class Harness : public ::testing::TestWithParam<Checked> {};
 
 TEST_P(Harness, FindsNoError) {
-  const auto& [backend, target, op, c] = GetParam();
+  const auto& [backend, target, kernel, op, c] = GetParam();
   const OnSimdTarget on_target(target);
   ASSERT_TRUE(target == 0 || on_target.reaches_the_backend());
   const std::vector<harness::Report> reports =
-      harness::check(op, *c, {.backend = backend}, /*seed=*/1);
+      harness::check(op, *c, {.backend = backend, .kernel = kernel}, /*seed=*/1);
   ASSERT_FALSE(reports.empty());
   bool ran = false;
+  bool ran_kernel = kernel == nullptr;
   for (const harness::Report& report : reports) {
     EXPECT_TRUE(report.ok) << harness::line(report);
+    EXPECT_EQ(report.kernel.empty(), report.skipped) << harness::line(report);
     ran = ran || !report.skipped;
+    ran_kernel = ran_kernel || report.kernel == kernel;
   }
   if (!ran) GTEST_SKIP() << harness::line(reports[0]);
+  EXPECT_TRUE(ran_kernel) << "only other kernels ran";
+}
+
+TEST(Families, CoverEveryOperator) {
+  std::set<std::string_view> covered;
+  const harness::Case& c = harness::find_case("holes-of-pools");  // it has every op
+  for (const std::string_view op : harness::ops())
+    for (const harness::Call& call : harness::calls_of(op, c, {}, /*seed=*/1).list)
+      covered.insert(call.op);
+  for_each_operator([&]<class Args>(std::type_identity<Args>) {
+    EXPECT_TRUE(covered.contains(Args::kOperator)) << Args::kOperator;
+  });
+}
+
+TEST(Families, HaveTheKernelsOfTheirOperators) {
+  for (const std::string_view op : harness::ops())
+    for (const Backend backend : harness::usable_backends())
+      EXPECT_FALSE(harness::kernels_of(op, backend).empty()) << op << " on " << name(backend);
 }
 
 TEST(SimdTargets, OfTheBackendCanBeChosen) {

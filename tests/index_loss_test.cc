@@ -4,7 +4,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "tests/attention.h"
+#include "tests/attention_calls.h"
 
 namespace winnow::tests {
 namespace {

@@ -9,7 +9,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tests/indexer.h"
+#include "tests/indexer_calls.h"
 
 namespace winnow::tests {
 namespace {

@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // index_topk: the selection of a row depends on that row alone; replay; fp8; gradients.
 #include "tests/far_memory.h"
-#include "tests/indexer.h"
+#include "tests/indexer_calls.h"
 
 namespace winnow::tests {
 namespace {
 
-Execution deterministic(Backend backend) { return {.backend = backend, .deterministic = true}; }
-
 /// The call with the indices that the backend selects.
-Indexer with_selection(Indexer ix, Backend backend) {
-  const Selected selected = select(ix, on(backend));
+Indexer with_selection(Indexer ix, const Execution& execution) {
+  const Selected selected = select(ix, execution);
   ix.indices = selected.indices;
   ix.lengths = selected.lengths;
   return ix;
@@ -19,19 +17,19 @@ Indexer with_selection(Indexer ix, Backend backend) {
 // ---- What a row depends on.
 
 TEST(IndexTopkRows, DoNotDependOnTheirNeighbours) {
-  on_each_indexer([](Backend backend, const Indexer& shape) {
+  on_each_indexer([](const Execution& execution, const Indexer& shape) {
     const Indexer ix = filled(shape, 21);
-    const Selected together = select(ix, on(backend));
+    const Selected together = select(ix, execution);
     for (std::int64_t t = 0; t < ix.tokens; ++t)
-      expect_same_bits(select(rows_of(ix, t, 1), on(backend)), rows_of(ix, together, t, 1));
-    expect_same_bits(select(rows_of(ix, 1, 3), on(backend)), rows_of(ix, together, 1, 3));
+      expect_same_bits(select(rows_of(ix, t, 1), execution), rows_of(ix, together, t, 1));
+    expect_same_bits(select(rows_of(ix, 1, 3), execution), rows_of(ix, together, 1, 3));
   });
 }
 
 TEST(IndexTopkRows, DoNotDependOnKeysOutsideTheirWindow) {
-  on_each_indexer([](Backend backend, const Indexer& shape) {
+  on_each_indexer([](const Execution& execution, const Indexer& shape) {
     const Indexer ix = filled(shape, 22);
-    const Selected expected = select(ix, on(backend));
+    const Selected expected = select(ix, execution);
     // More keys before and after, all of them NaN.
     const std::int64_t more = 37;
     Indexer wide = ix;
@@ -43,7 +41,7 @@ TEST(IndexTopkRows, DoNotDependOnKeysOutsideTheirWindow) {
       wide.begin[t] += more;
       wide.end[t] += more;
     }
-    Selected shifted = select(wide, on(backend));
+    Selected shifted = select(wide, execution);
     for (std::int32_t& index : shifted.indices)
       if (index >= 0) index -= static_cast<std::int32_t>(more);
     expect_same_bits(shifted, expected);
@@ -51,45 +49,46 @@ TEST(IndexTopkRows, DoNotDependOnKeysOutsideTheirWindow) {
 }
 
 TEST(IndexTopkRows, DoNotDependOnThreadsOrTheWorkspaceLimit) {
-  on_each_indexer([](Backend backend, const Indexer& shape) {
+  on_each_indexer([](const Execution& execution, const Indexer& shape) {
     const Indexer ix = filled(shape, 23);
-    const Selected expected = select(ix, on(backend));
+    const Selected expected = select(ix, execution);
     for (const int threads : {1, 2, 5, 1024})
-      expect_same_bits(select(ix, {.backend = backend, .threads = threads}), expected);
+      expect_same_bits(select(ix, on_threads(threads, execution)), expected);
     int runs = 0;
     for (const std::size_t limit :
          {std::size_t{1} << 12, std::size_t{1} << 16, std::size_t{1} << 22,
           std::numeric_limits<std::size_t>::max()}) {
-      const Execution execution{.backend = backend, .workspace_limit = limit};
-      const IndexForwardWork work(ix, harness::device_of(backend), false);
-      const std::string reason = why_not(work.args, execution);
+      Execution limited = execution;
+      limited.workspace_limit = limit;
+      const IndexForwardWork work(ix, harness::device_of(execution.backend), false);
+      const std::string reason = why_not(work.args, limited);
       if (!reason.empty()) {
         EXPECT_NE(reason.find("workspace_limit"), std::string::npos) << reason;
         continue;
       }
       ++runs;
-      EXPECT_LE(workspace_bytes(work.args, execution), limit);
-      expect_same_bits(select(ix, execution), expected);
+      EXPECT_LE(workspace_bytes(work.args, limited), limit);
+      expect_same_bits(select(ix, limited), expected);
     }
     EXPECT_GE(runs, 2);
   });
 }
 
 TEST(IndexTopkRows, GiveTheSameBitsAgain) {
-  on_each_indexer([](Backend backend, const Indexer& shape) {
+  on_each_indexer([](const Execution& execution, const Indexer& shape) {
     const Indexer ix = filled(shape, 24);
-    const Selected first = select(ix, on(backend));
-    for (int i = 0; i < 10; ++i) expect_same_bits(select(ix, on(backend)), first);
+    const Selected first = select(ix, execution);
+    for (int i = 0; i < 10; ++i) expect_same_bits(select(ix, execution), first);
   });
 }
 
 TEST(IndexTopkRows, OfStridedTensorsAreSelectedAlike) {
-  on_each_indexer([](Backend backend, const Indexer& shape) {
+  on_each_indexer([](const Execution& execution, const Indexer& shape) {
     Indexer ix = filled_exactly(shape, 25);
     const Selected expected = plain_selection(ix);
     for (const std::int64_t padding : {3, 8}) {
       ix.row_padding = padding;
-      expect_selected(select(ix, on(backend)), expected);
+      expect_selected(select(ix, execution), expected);
     }
   });
 }
@@ -110,18 +109,18 @@ Indexer many_rows(std::uint64_t seed) {
 }
 
 TEST(IndexTopkRows, MayBeMoreThan65535) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
     const Indexer ix = many_rows(26);
-    const Selected selected = select(ix, on(backend));
+    const Selected selected = select(ix, execution);
     for (const std::int64_t t : {0, 65535, 65536, 69999})
       expect_selected(rows_of(ix, selected, t, 1), plain_selection(rows_of(ix, t, 1)));
   });
 }
 
 TEST(IndexTopkRows, MayLiePast31Bits) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
     const Indexer ix = filled({.tokens = 3, .keys = 9, .topk = 4}, 27);
-    const IndexForwardWork work(ix, harness::device_of(backend), false);
+    const IndexForwardWork work(ix, harness::device_of(execution.backend), false);
     {
       const FarTensor q(work.args.q), k(work.args.k), weights(work.args.weights),
           indices(work.args.indices), scores(work.args.scores);
@@ -133,29 +132,28 @@ TEST(IndexTopkRows, MayLiePast31Bits) {
       far.weights = weights.tensor();
       far.indices = indices.tensor();
       far.scores = scores.tensor();
-      index_topk_forward(far, on(backend));
+      run_where_taken(far, execution);
       indices.bring_back();
       scores.bring_back();
     }
-    expect_same_bits(work.selected(), select(ix, on(backend)));
+    expect_same_bits(work.selected(), select(ix, execution));
   });
 }
 
 // ---- Replay.
 
 TEST(IndexTopkReplay, GivesTheScoresOfTheSelection) {
-  on_each_indexer([](Backend backend, const Indexer& shape) {
+  on_each_indexer([](const Execution& execution, const Indexer& shape) {
     Indexer exact = filled_exactly(shape, 31);
     exact.order = SlotOrder::by_score;
-    const Selected selected = select(exact, on(backend));
+    const Selected selected = select(exact, execution);
     exact.indices = selected.indices;
-    EXPECT_TRUE(
-        ok(harness::compare_exactly("scores", replay(exact, on(backend)), selected.scores)));
+    EXPECT_TRUE(ok(harness::compare_exactly("scores", replay(exact, execution), selected.scores)));
 
     Indexer ix = filled(shape, 31);
-    const Selected chosen = select(ix, on(backend));
+    const Selected chosen = select(ix, execution);
     ix.indices = chosen.indices;
-    const Values scores = replay(ix, on(backend));
+    const Values scores = replay(ix, execution);
     for (std::int64_t t = 0; t < ix.tokens; ++t) {
       const double error = harness::score_limit(ix.dtype).value * plain_scores(ix, t).scale;
       for (std::int64_t j = 0; j < ix.topk; ++j) {
@@ -170,33 +168,33 @@ TEST(IndexTopkReplay, GivesTheScoresOfTheSelection) {
 }
 
 TEST(IndexTopkReplay, OutsideTheWindowIsMinusInfinity) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
     Indexer ix = filled_exactly({.tokens = 2, .keys = 20, .topk = 8}, 32);
     ix.begin = {5, 0};
     ix.end = {10, 0};
     ix.indices = {4, 5, 9, 10, 19, -1, 20, kMaxInt32, 0, 1, 2, 3, kMinInt32, -1, 5, 7};
     const Values all = plain_scores(ix, 0).of_key;
-    EXPECT_EQ(replay(ix, on(backend)),
+    EXPECT_EQ(replay(ix, execution),
               (Values{-kInfinity, all[5], all[9], -kInfinity, -kInfinity, -kInfinity, -kInfinity,
                       -kInfinity, -kInfinity, -kInfinity, -kInfinity, -kInfinity, -kInfinity,
                       -kInfinity, -kInfinity, -kInfinity}));
     // Also slots past lengths; a repeated key is scored twice.
     ix.indices = {6, 6, 7, 8, 9, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
     ix.lengths = {3, 8};
-    EXPECT_EQ(part(replay(ix, on(backend)), 0, 8),
+    EXPECT_EQ(part(replay(ix, execution), 0, 8),
               (Values{all[6], all[6], all[7], -kInfinity, -kInfinity, -kInfinity, -kInfinity,
                       -kInfinity}));
   });
 }
 
 TEST(IndexTopkReplay, KeepsNan) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
     Indexer ix = filled_exactly({.tokens = 1, .keys = 10, .topk = 3}, 33);
     ix.k[4 * ix.dim] = kNaN;
     ix.begin = {0};
     ix.end = {8};
     ix.indices = {3, 4, 9};
-    const Values scores = replay(ix, on(backend));
+    const Values scores = replay(ix, execution);
     EXPECT_EQ(scores[0], plain_scores(ix, 0).of_key[3]);
     EXPECT_TRUE(std::isnan(scores[1]));
     EXPECT_EQ(scores[2], -kInfinity);
@@ -206,7 +204,7 @@ TEST(IndexTopkReplay, KeepsNan) {
 // ---- fp8.
 
 TEST(IndexTopkFp8, SelectsByTheDequantisedKeys) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
     for (const std::int64_t heads : {3, 64}) {
       Indexer ix = filled_exactly({.tokens = 5,
                                    .keys = 200,
@@ -219,10 +217,10 @@ TEST(IndexTopkFp8, SelectsByTheDequantisedKeys) {
       const Random random(34, "k_scale");
       for (std::int64_t s = 0; s < ix.keys; ++s)
         ix.k_scale.push_back(std::ldexp(1.0, static_cast<int>(random.below(s, 5)) - 2));
-      const Selected selected = select(ix, on(backend));
+      const Selected selected = select(ix, execution);
       expect_selected(selected, plain_selection(ix));
       ix.indices = selected.indices;
-      EXPECT_TRUE(ok(harness::compare_exactly("scores", replay(ix, on(backend)), selected.scores)));
+      EXPECT_TRUE(ok(harness::compare_exactly("scores", replay(ix, execution), selected.scores)));
     }
   });
 }
@@ -238,9 +236,9 @@ Indexer filled_fp8(std::int64_t heads, std::int64_t topk, std::uint64_t seed) {
 }
 
 TEST(IndexTopkFp8, ScoresAreCloseToThoseOfTheDequantisedValues) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
     const Indexer ix = filled_fp8(8, 40, 35);
-    const Selected selected = select(ix, on(backend));
+    const Selected selected = select(ix, execution);
     for (std::int64_t t = 0; t < ix.tokens; ++t) {
       const PlainScores scores = plain_scores(ix, t);
       for (std::int64_t j = 0; j < selected.lengths[t]; ++j)
@@ -252,24 +250,24 @@ TEST(IndexTopkFp8, ScoresAreCloseToThoseOfTheDequantisedValues) {
 }
 
 TEST(IndexTopkFp8, KeepsNanKeysOut) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
     Indexer ix = filled_exactly({.tokens = 2, .keys = 50, .topk = 50, .dtype = DType::f8_e4m3}, 36);
     ix.k_scale.assign(50, 1);
     ix.k[7 * ix.dim + 3] = kNaN;
     ix.k_scale[11] = kNaN;
-    expect_selected(select(ix, on(backend)), plain_selection(ix));
+    expect_selected(select(ix, execution), plain_selection(ix));
   });
 }
 
 TEST(IndexTopkFp8, ScoresDoNotDependOnTheScalesOfOtherKeys) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
     Indexer ix = filled_fp8(32, 150, 37);
     ix.begin.assign(5, 3);
     ix.end.assign(5, 150);
-    const Selected expected = select(ix, on(backend));
+    const Selected expected = select(ix, execution);
     for (const double scale : {0.0, -1.0, kInfinity, kNaN}) {
       ix.k_scale[1] = ix.k_scale[150] = scale;
-      expect_same_bits(select(ix, on(backend)), expected);
+      expect_same_bits(select(ix, execution), expected);
     }
   });
 }
@@ -277,8 +275,8 @@ TEST(IndexTopkFp8, ScoresDoNotDependOnTheScalesOfOtherKeys) {
 // ---- Backward.
 
 TEST(IndexTopkBackward, InvalidSlotsTouchNothing) {
-  on_each_indexer([](Backend backend, const Indexer& shape) {
-    Indexer ix = with_selection(filled(shape, 41), backend);
+  on_each_indexer([](const Execution& execution, const Indexer& shape) {
+    Indexer ix = with_selection(filled(shape, 41), execution);
     ix.d_k_before = normals(static_cast<std::int64_t>(ix.k.size()), 41, "d_k");
     Indexer spoilt = ix;
     for (std::int64_t t = 0; t < ix.tokens; ++t)
@@ -291,8 +289,8 @@ TEST(IndexTopkBackward, InvalidSlotsTouchNothing) {
         }
         if (ix.indices[i] == -1) spoilt.d_scores[i] = j % 2 == 0 ? kNaN : kInfinity;
       }
-    expect_same_bits(backward(spoilt, deterministic(backend)),
-                     backward(ix, deterministic(backend)));
+    expect_same_bits(backward(spoilt, deterministic(execution)),
+                     backward(ix, deterministic(execution)));
 
     // The same for slots past lengths.
     Indexer cut = ix;
@@ -303,15 +301,15 @@ TEST(IndexTopkBackward, InvalidSlotsTouchNothing) {
         cut.d_scores[t * ix.topk + j] = 0;
       }
     }
-    expect_same_bits(backward(spoilt, deterministic(backend)),
-                     backward(cut, deterministic(backend)));
+    expect_same_bits(backward(spoilt, deterministic(execution)),
+                     backward(cut, deterministic(execution)));
   });
 }
 
 TEST(IndexTopkBackward, FollowsTheFormulaExactly) {
   // With integers gradients are bitwise exact, including the subgradient 0 at 0.
-  on_each_indexer([](Backend backend, const Indexer& shape) {
-    const Indexer ix = with_selection(filled_exactly(shape, 42), backend);
+  on_each_indexer([](const Execution& execution, const Indexer& shape) {
+    const Indexer ix = with_selection(filled_exactly(shape, 42), execution);
     IndexGradients expected{Values(ix.q.size()), Values(ix.weights.size()), Values(ix.k.size())};
     for (std::int64_t t = 0; t < ix.tokens; ++t)
       for (std::int64_t j = 0; j < ix.lengths[t]; ++j)
@@ -329,7 +327,7 @@ TEST(IndexTopkBackward, FollowsTheFormulaExactly) {
             expected.d_k[ix.indices[t * ix.topk + j] * ix.dim + d] += gw * q[d];
           }
         }
-    const IndexGradients actual = backward(ix, on(backend));
+    const IndexGradients actual = backward(ix, execution);
     EXPECT_TRUE(ok(harness::compare_exactly("d_q", actual.d_q, as_stored(ix.dtype, expected.d_q))));
     EXPECT_TRUE(ok(harness::compare_exactly("d_weights", actual.d_weights, expected.d_weights)));
     EXPECT_TRUE(ok(harness::compare_exactly("d_k", actual.d_k, expected.d_k)));
@@ -337,27 +335,27 @@ TEST(IndexTopkBackward, FollowsTheFormulaExactly) {
 }
 
 TEST(IndexTopkBackward, DKOfTheAccumulationTypeIsAddedToAndOthersOverwritten) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
     for (const DType dtype : {DType::bf16, DType::f16}) {
-      Indexer ix = with_selection(filled_exactly({.dtype = dtype}, 43), backend);
-      const IndexGradients alone = backward(ix, on(backend));
+      Indexer ix = with_selection(filled_exactly({.dtype = dtype}, 43), execution);
+      const IndexGradients alone = backward(ix, execution);
       ix.d_k_before = whole_numbers(static_cast<std::int64_t>(ix.k.size()), 43, "d_k", -9, 9);
       IndexGradients sum = alone;
       for (std::size_t i = 0; i < sum.d_k.size(); ++i) sum.d_k[i] += ix.d_k_before[i];
-      EXPECT_TRUE(ok(harness::compare_exactly("d_k", backward(ix, on(backend)).d_k, sum.d_k)));
+      EXPECT_TRUE(ok(harness::compare_exactly("d_k", backward(ix, execution).d_k, sum.d_k)));
       ix.d_k_type = dtype;
-      EXPECT_TRUE(ok(harness::compare_exactly("d_k", backward(ix, on(backend)).d_k,
+      EXPECT_TRUE(ok(harness::compare_exactly("d_k", backward(ix, execution).d_k,
                                               as_stored(dtype, alone.d_k))));
     }
   });
 }
 
 TEST(IndexTopkBackward, RowsOfDQAndDWeightsDoNotDependOnTheirNeighbours) {
-  on_each_indexer([](Backend backend, const Indexer& shape) {
-    const Indexer ix = with_selection(filled(shape, 44), backend);
-    const IndexGradients together = backward(ix, on(backend));
+  on_each_indexer([](const Execution& execution, const Indexer& shape) {
+    const Indexer ix = with_selection(filled(shape, 44), execution);
+    const IndexGradients together = backward(ix, execution);
     for (std::int64_t t = 0; t < ix.tokens; ++t) {
-      const IndexGradients alone = backward(rows_of(ix, t, 1), on(backend));
+      const IndexGradients alone = backward(rows_of(ix, t, 1), execution);
       const std::int64_t row = ix.heads * ix.dim;
       EXPECT_TRUE(same_bits(alone.d_q, part(together.d_q, t * row, row)));
       EXPECT_TRUE(same_bits(alone.d_weights, part(together.d_weights, t * ix.heads, ix.heads)));
@@ -366,24 +364,21 @@ TEST(IndexTopkBackward, RowsOfDQAndDWeightsDoNotDependOnTheirNeighbours) {
 }
 
 TEST(IndexTopkBackward, DeterministicCallsGiveTheSameBitsWhateverTheThreads) {
-  on_each_indexer([](Backend backend, const Indexer& shape) {
-    const Indexer ix = with_selection(filled(shape, 45), backend);
-    const IndexGradients first = backward(ix, deterministic(backend));
-    for (const int threads : {0, 1, 2, 5, 1024}) {
-      Execution execution = deterministic(backend);
-      execution.threads = threads;
-      expect_same_bits(backward(ix, execution), first);
-    }
-    expect_close(ix, backward(ix, on(backend)), first);
+  on_each_indexer([](const Execution& execution, const Indexer& shape) {
+    const Indexer ix = with_selection(filled(shape, 45), execution);
+    const IndexGradients first = backward(ix, deterministic(execution));
+    for (const int threads : {0, 1, 2, 5, 1024})
+      expect_same_bits(backward(ix, on_threads(threads, deterministic(execution))), first);
+    expect_close(ix, backward(ix, execution), first);
   });
 }
 
 TEST(IndexTopkBackward, TakesMoreThan65535Rows) {
-  on_each_backend([](Backend backend) {
-    const Indexer ix = with_selection(many_rows(46), backend);
-    const IndexGradients gradients = backward(ix, on(backend));
+  on_each_kernel("index_topk", [](const Execution& execution) {
+    const Indexer ix = with_selection(many_rows(46), execution);
+    const IndexGradients gradients = backward(ix, execution);
     for (const std::int64_t t : {0, 65535, 65536, 69999}) {
-      const IndexGradients alone = backward(rows_of(ix, t, 1), on(backend));
+      const IndexGradients alone = backward(rows_of(ix, t, 1), execution);
       EXPECT_TRUE(same_bits(part(gradients.d_q, t * ix.dim, ix.dim), alone.d_q));
       EXPECT_TRUE(same_bits(part(gradients.d_weights, t, 1), alone.d_weights));
     }
@@ -391,9 +386,9 @@ TEST(IndexTopkBackward, TakesMoreThan65535Rows) {
 }
 
 TEST(IndexTopkBackward, ElementsMayLiePast31Bits) {
-  on_each_backend([](Backend backend) {
-    const Indexer ix = with_selection(filled({.tokens = 3, .keys = 9, .topk = 4}, 47), backend);
-    const IndexBackwardWork work(ix, harness::device_of(backend));
+  on_each_kernel("index_topk", [](const Execution& execution) {
+    const Indexer ix = with_selection(filled({.tokens = 3, .keys = 9, .topk = 4}, 47), execution);
+    const IndexBackwardWork work(ix, harness::device_of(execution.backend));
     {
       const FarTensor q(work.args.q), k(work.args.k), indices(work.args.indices),
           d_scores(work.args.d_scores), d_q(work.args.d_q), d_k(work.args.d_k);
@@ -406,11 +401,11 @@ TEST(IndexTopkBackward, ElementsMayLiePast31Bits) {
       far.d_scores = d_scores.tensor();
       far.d_q = d_q.tensor();
       far.d_k = d_k.tensor();
-      index_topk_backward(far, deterministic(backend));
+      run_where_taken(far, deterministic(execution));
       d_q.bring_back();
       d_k.bring_back();
     }
-    expect_close(ix, work.gradients(), backward(ix, deterministic(backend)));
+    expect_close(ix, work.gradients(), backward(ix, deterministic(execution)));
   });
 }
 

@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "tests/calls.h"
+#include "tests/call_maker.h"
 #include "tests/mutations.h"
 
 namespace winnow::tests {

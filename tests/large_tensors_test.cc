@@ -5,9 +5,9 @@
 #include <fstream>
 #include <string>
 
-#include "tests/attention.h"
+#include "tests/attention_calls.h"
 #include "tests/far_memory.h"
-#include "tests/indexer.h"
+#include "tests/indexer_calls.h"
 #include "tests/sanitized.h"
 
 namespace winnow::tests {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/calls.h"
+#include "tests/call_maker.h"
 
 namespace winnow::tests {
 

@@ -9,7 +9,9 @@
 
 #include <malloc.h>
 
-#include "harness/workloads.h"
+#include "harness/index_loss.h"
+#include "harness/index_topk.h"
+#include "harness/sparse_attention.h"
 #include "tests/sanitized.h"
 #include "tests/testing.h"
 
@@ -64,7 +66,7 @@ void expect_bounded(const char* what, const harness::Case& c, const Args& args,
                             .workspace_limit = static_cast<std::size_t>(limit)};
   const auto bound = static_cast<std::int64_t>(workspace_bytes(args, execution)) + kSlack;
   EXPECT_LT(bound, 2 * c.tokens * c.rows) << "a bf16 buffer of all pairs would not be found out";
-  const auto rise = peak_rise([&] { harness::run(args, execution); });
+  const auto rise = peak_rise([&] { run(args, execution); });
   ASSERT_TRUE(rise.has_value());
   EXPECT_LE(*rise, bound);
 }

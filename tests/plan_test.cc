@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "harness/index_topk.h"
 #include "harness/local_communicator.h"
 #include "harness/rank_step.h"
-#include "harness/workloads.h"
 #include "tests/rank_layer.h"
 #include "tests/testing.h"
 #include "tools/plan/step_plan.h"

@@ -5,9 +5,8 @@
 #include <string_view>
 
 #include "harness/cases.h"
-#include "harness/checks.h"
-#include "harness/workloads.h"
-#include "tests/op_calls.h"
+#include "harness/families.h"
+#include "tests/random_calls.h"
 
 namespace winnow::tests {
 namespace {

@@ -7,9 +7,13 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
+#include <fmt/format.h>
+
 #include "core/refusals.h"
+#include "winnow/operators.h"
 
 namespace winnow::tests {
 
@@ -58,7 +62,7 @@ class RefusalCoverage {
     // The sentence is a suffix of the text, after a colon or after the name of a backend or kernel.
     const char* best = nullptr;
     for (const char* sentence : refusal::all) {
-      for (const std::string_view before : {": ", " backend ", " loops ", " simd "}) {
+      for (const std::string& before : before_sentences_) {
         for (std::size_t at = text.find(before); at != std::string_view::npos;
              at = text.find(before, at + 1)) {
           if (!matches(text.substr(at + before.size()), sentence)) continue;
@@ -69,6 +73,17 @@ class RefusalCoverage {
     if (best != nullptr) seen_.insert(best);
   }
 
+  static std::set<std::string> all_before_sentences() {
+    std::set<std::string> all = {": ", " backend "};
+    for_each_operator([&]<class Args>(std::type_identity<Args>) {
+      for (const Backend backend : {Backend::reference, Backend::cpu, Backend::cuda})
+        for (const std::string_view kernel : kernels<Args>(backend))
+          all.insert(fmt::format(" kernel {} ", kernel));
+    });
+    return all;
+  }
+
+  std::set<std::string> before_sentences_ = all_before_sentences();
   std::set<std::string_view> seen_;
 };
 

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // sparse_attention backward: properties of the gradients. gradients_test compares them with finite
 // differences.
-#include "tests/attention.h"
+#include "tests/attention_calls.h"
 
 namespace winnow::tests {
 namespace {
-
-Execution deterministic(Backend backend) { return {.backend = backend, .deterministic = true}; }
 
 void clear_row(Attention& a, std::int64_t t) {
   for (std::int64_t j = 0; j < a.topk; ++j) a.indices[t * a.topk + j] = j % 2 == 0 ? -1 : kMaxInt32;
@@ -20,7 +18,7 @@ Values combined(double a, const Values& x, double b, const Values& y) {
 }
 
 TEST(SparseAttentionBackward, IsLinearInDOutAndDLse) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
     const Attention x = with_sink(filled({.dtype = DType::f32}, 31), 31);
     Attention y = x;
     y.d_out = normals(static_cast<std::int64_t>(x.d_out.size()), 32, "d_out");
@@ -28,21 +26,21 @@ TEST(SparseAttentionBackward, IsLinearInDOutAndDLse) {
     Attention sum = x;
     sum.d_out = combined(2, as_stored(x.dtype, x.d_out), -0.5, as_stored(x.dtype, y.d_out));
     sum.d_lse = combined(2, as_stored(x.dtype, x.d_lse), -0.5, as_stored(x.dtype, y.d_lse));
-    const AttentionOutputs outputs = forward(x, on(backend));
-    const AttentionGradients of_x = backward(x, outputs, on(backend));
-    const AttentionGradients of_y = backward(y, outputs, on(backend));
-    expect_close(x, backward(sum, outputs, on(backend)),
+    const AttentionOutputs outputs = forward(x, execution);
+    const AttentionGradients of_x = backward(x, outputs, execution);
+    const AttentionGradients of_y = backward(y, outputs, execution);
+    expect_close(x, backward(sum, outputs, execution),
                  {combined(2, of_x.d_q, -0.5, of_y.d_q), combined(2, of_x.d_kv, -0.5, of_y.d_kv),
                   combined(2, of_x.d_sink, -0.5, of_y.d_sink)});
   });
 }
 
 TEST(SparseAttentionBackward, RowsWithoutKeysTouchNothing) {
-  on_each_attention(33, [](Backend backend, const Attention& whole) {
+  on_each_attention_kernel(33, [](const Execution& execution, const Attention& whole) {
     Attention a = whole;
     for (std::int64_t t = 0; t < a.tokens; t += 2) clear_row(a, t);
-    const AttentionOutputs outputs = forward(a, on(backend));
-    const AttentionGradients expected = backward(a, outputs, deterministic(backend));
+    const AttentionOutputs outputs = forward(a, execution);
+    const AttentionGradients expected = backward(a, outputs, deterministic(execution));
 
     Attention spoilt = a;
     const std::int64_t out_row = a.heads * a.v_dim;
@@ -50,7 +48,7 @@ TEST(SparseAttentionBackward, RowsWithoutKeysTouchNothing) {
       std::fill_n(spoilt.d_out.begin() + t * out_row, out_row, kNaN);
       std::fill_n(spoilt.d_lse.begin() + t * a.heads, a.heads, t == 0 ? kNaN : kInfinity);
     }
-    const AttentionGradients gradients = backward(spoilt, outputs, deterministic(backend));
+    const AttentionGradients gradients = backward(spoilt, outputs, deterministic(execution));
     expect_same_bits(gradients, expected);
     const std::int64_t q_row = a.heads * a.qk_dim;
     for (std::int64_t t = 0; t < a.tokens; t += 2)
@@ -61,7 +59,7 @@ TEST(SparseAttentionBackward, RowsWithoutKeysTouchNothing) {
                               Values(gradients.d_kv.size()), Values(gradients.d_sink.size())};
     for (std::int64_t t = 1; t < a.tokens; t += 2) {
       const AttentionGradients alone =
-          backward(rows_of(a, t, 1), rows_of(a, outputs, t, 1), on(backend));
+          backward(rows_of(a, t, 1), rows_of(a, outputs, t, 1), execution);
       std::copy(alone.d_q.begin(), alone.d_q.end(), sum.d_q.begin() + t * q_row);
       sum.d_kv = combined(1, sum.d_kv, 1, alone.d_kv);
       sum.d_sink = combined(1, sum.d_sink, 1, alone.d_sink);
@@ -71,11 +69,11 @@ TEST(SparseAttentionBackward, RowsWithoutKeysTouchNothing) {
 }
 
 TEST(SparseAttentionBackward, NoKeysInAnyRowGiveZeros) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
     Attention a = with_sink(filled({}, 34), 34);
     for (std::int64_t t = 0; t < a.tokens; ++t) clear_row(a, t);
     a.d_out.assign(a.d_out.size(), kNaN);
-    const AttentionGradients gradients = forward_backward(a, on(backend));
+    const AttentionGradients gradients = forward_backward(a, execution);
     EXPECT_TRUE(all_zero(gradients.d_q));
     EXPECT_TRUE(all_zero(gradients.d_kv));
     EXPECT_TRUE(all_zero(gradients.d_sink));
@@ -83,17 +81,17 @@ TEST(SparseAttentionBackward, NoKeysInAnyRowGiveZeros) {
 }
 
 TEST(SparseAttentionBackward, WhatNoSlotNamesIsNeitherReadNorWritten) {
-  on_each_attention(35, [](Backend backend, const Attention& whole) {
+  on_each_attention_kernel(35, [](const Execution& execution, const Attention& whole) {
     Attention a = whole;
     for (std::int32_t& index : a.indices)
       if (index % 4 == 0) index = index % 8 == 0 ? -1 : static_cast<std::int32_t>(a.keys);
     a.d_kv_before = normals(static_cast<std::int64_t>(a.kv.size()), 35, "d_kv");
-    const AttentionOutputs outputs = forward(a, on(backend));
-    const AttentionGradients expected = backward(a, outputs, deterministic(backend));
+    const AttentionOutputs outputs = forward(a, execution);
+    const AttentionGradients expected = backward(a, outputs, deterministic(execution));
     Attention spoilt = a;
     for (std::int64_t s = 0; s < a.keys; s += 4)
       std::fill_n(spoilt.kv.begin() + s * a.qk_dim, a.qk_dim, kNaN);
-    const AttentionGradients gradients = backward(spoilt, outputs, deterministic(backend));
+    const AttentionGradients gradients = backward(spoilt, outputs, deterministic(execution));
     expect_same_bits(gradients, expected);
     const Values before = as_stored(DType::f32, a.d_kv_before);
     for (std::int64_t s = 0; s < a.keys; s += 4)
@@ -103,34 +101,33 @@ TEST(SparseAttentionBackward, WhatNoSlotNamesIsNeitherReadNorWritten) {
 }
 
 TEST(SparseAttentionBackward, SlotsPastLengthsHoldNone) {
-  on_each_attention(36, [](Backend backend, const Attention& whole) {
+  on_each_attention_kernel(36, [](const Execution& execution, const Attention& whole) {
     Attention a = whole;
     Attention cut = whole;
     for (std::int64_t t = 0; t < a.tokens; ++t) {
       a.lengths.push_back(static_cast<std::int32_t>(t * a.topk / (a.tokens - 1)));
       for (std::int64_t j = a.lengths[t]; j < a.topk; ++j) cut.indices[t * a.topk + j] = -1;
     }
-    expect_close(a, forward_backward(a, on(backend)), forward_backward(cut, on(backend)));
+    expect_close(a, forward_backward(a, execution), forward_backward(cut, execution));
   });
 }
 
 TEST(SparseAttentionBackward, KeysMayStandInManySlotsOfManyRows) {
   // One key in all slots of all rows; then a few keys, each several times, the same in all rows.
-  on_each_attention(45, [](Backend backend, const Attention& whole) {
+  on_each_attention_kernel(45, [](const Execution& execution, const Attention& whole) {
     for (const std::int32_t keys : {1, 5}) {
       Attention a = whole;
       for (std::size_t i = 0; i < a.indices.size(); ++i)
         a.indices[i] = 3 + static_cast<std::int32_t>(i) % static_cast<std::int32_t>(a.topk) % keys;
-      expect_close(a, forward_backward(a, on(backend)),
-                   forward_backward(a, on(Backend::reference)));
+      expect_close(a, forward_backward(a, execution), forward_backward(a, on(Backend::reference)));
     }
   });
 }
 
 TEST(SparseAttentionBackward, DKvOfTheAccumulationTypeIsAddedTo) {
-  on_each_attention(37, [](Backend backend, const Attention& a) {
-    const AttentionOutputs outputs = forward(a, on(backend));
-    const AttentionGradients alone = backward(a, outputs, on(backend));
+  on_each_attention_kernel(37, [](const Execution& execution, const Attention& a) {
+    const AttentionOutputs outputs = forward(a, execution);
+    const AttentionGradients alone = backward(a, outputs, execution);
     Attention more = a;
     more.d_kv_before = normals(static_cast<std::int64_t>(a.kv.size()), 37, "d_kv");
     more.d_sink_before = normals(a.heads, 37, "d_sink");
@@ -140,18 +137,18 @@ TEST(SparseAttentionBackward, DKvOfTheAccumulationTypeIsAddedTo) {
     // The limit of fp32 sums applies, whatever the input type.
     Attention as_f32 = a;
     as_f32.dtype = DType::f32;
-    expect_close(as_f32, backward(more, outputs, on(backend)), expected);
+    expect_close(as_f32, backward(more, outputs, execution), expected);
   });
 }
 
 TEST(SparseAttentionBackward, DKvOfTheInputTypeIsOverwritten) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
     for (const DType dtype : {DType::bf16, DType::f16}) {
       Attention a = with_sink(filled({.dtype = dtype}, 38), 38);
-      const AttentionOutputs outputs = forward(a, on(backend));
-      const AttentionGradients sums = backward(a, outputs, on(backend));
+      const AttentionOutputs outputs = forward(a, execution);
+      const AttentionGradients sums = backward(a, outputs, execution);
       a.d_kv_type = dtype;
-      const AttentionGradients rounded = backward(a, outputs, on(backend));
+      const AttentionGradients rounded = backward(a, outputs, execution);
       // One rounding: half an ulp of the value, plus the difference of fp32 sums.
       const double ulp = dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;
       const double largest = *std::max_element(sums.d_kv.begin(), sums.d_kv.end());
@@ -162,15 +159,15 @@ TEST(SparseAttentionBackward, DKvOfTheInputTypeIsOverwritten) {
 }
 
 TEST(SparseAttentionBackward, HeadPassesChangeOnlyTheOrderOfSums) {
-  on_each_attention(39, [](Backend backend, const Attention& whole) {
+  on_each_attention_kernel(39, [](const Execution& execution, const Attention& whole) {
     for (const DType d_kv_type : {DType::f32, whole.dtype}) {
       Attention a = whole;
       a.d_kv_type = d_kv_type;
-      const AttentionOutputs outputs = forward(a, on(backend));
-      const AttentionGradients expected = backward(a, outputs, on(backend));
+      const AttentionOutputs outputs = forward(a, execution);
+      const AttentionGradients expected = backward(a, outputs, execution);
       for (const std::int64_t heads : {std::int64_t{1}, a.heads / 2, a.heads, a.heads + 5}) {
         a.max_heads_per_pass = static_cast<std::int32_t>(heads);
-        const AttentionGradients gradients = backward(a, outputs, on(backend));
+        const AttentionGradients gradients = backward(a, outputs, execution);
         expect_close(a, gradients, expected);
         EXPECT_TRUE(same_bits(gradients.d_q, expected.d_q));
       }
@@ -179,102 +176,100 @@ TEST(SparseAttentionBackward, HeadPassesChangeOnlyTheOrderOfSums) {
 }
 
 TEST(SparseAttentionBackward, ASinkOfMinusInfinityIsNoSink) {
-  on_each_attention(40, [](Backend backend, const Attention& whole) {
+  on_each_attention_kernel(40, [](const Execution& execution, const Attention& whole) {
     Attention without = whole;
     without.sink.clear();
     Attention with = whole;
     with.sink.assign(static_cast<std::size_t>(whole.heads), -kInfinity);
-    AttentionGradients expected = forward_backward(without, on(backend));
+    AttentionGradients expected = forward_backward(without, execution);
     expected.d_sink.assign(static_cast<std::size_t>(whole.heads), 0);
-    expect_close(whole, forward_backward(with, on(backend)), expected);
+    expect_close(whole, forward_backward(with, execution), expected);
   });
 }
 
 TEST(SparseAttentionBackward, WithASinkOfPlusInfinityOnlyDLseCounts) {
-  on_each_attention(41, [](Backend backend, const Attention& whole) {
+  on_each_attention_kernel(41, [](const Execution& execution, const Attention& whole) {
     Attention only_d_lse = whole;
     only_d_lse.sink.clear();
     only_d_lse.d_out.assign(whole.d_out.size(), 0);
     Attention with = whole;
     with.sink.assign(static_cast<std::size_t>(whole.heads), kInfinity);
-    AttentionGradients expected = forward_backward(only_d_lse, on(backend));
+    AttentionGradients expected = forward_backward(only_d_lse, execution);
     expected.d_sink.assign(static_cast<std::size_t>(whole.heads), 0);
-    const AttentionGradients gradients = forward_backward(with, on(backend));
+    const AttentionGradients gradients = forward_backward(with, execution);
     expect_close(whole, gradients, expected);
     EXPECT_TRUE(all_zero(gradients.d_sink));
   });
 }
 
 TEST(SparseAttentionBackward, AnAbsentDLseIsZero) {
-  on_each_attention(42, [](Backend backend, const Attention& whole) {
+  on_each_attention_kernel(42, [](const Execution& execution, const Attention& whole) {
     Attention zero = whole;
     zero.d_lse.assign(whole.d_lse.size(), 0);
     Attention absent = whole;
     absent.d_lse.clear();
-    expect_close(whole, forward_backward(absent, on(backend)), forward_backward(zero, on(backend)));
+    expect_close(whole, forward_backward(absent, execution), forward_backward(zero, execution));
   });
 }
 
 TEST(SparseAttentionBackward, DSinkIsOptional) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
     const Attention a = with_sink(filled({}, 43), 43);
-    const AttentionOutputs outputs = forward(a, on(backend));
-    AttentionBackwardWork work(a, outputs, harness::device_of(backend));
+    const AttentionOutputs outputs = forward(a, execution);
+    AttentionBackwardWork work(a, outputs, harness::device_of(execution.backend));
     work.args.d_sink = {};
-    sparse_attention_backward(work.args, deterministic(backend));
+    run_where_taken(work.args, deterministic(execution));
     const AttentionGradients without = work.gradients();
-    const AttentionGradients with = backward(a, outputs, deterministic(backend));
+    const AttentionGradients with = backward(a, outputs, deterministic(execution));
     EXPECT_TRUE(same_bits(without.d_q, with.d_q));
     EXPECT_TRUE(same_bits(without.d_kv, with.d_kv));
   });
 }
 
 TEST(SparseAttentionBackward, DQOfARowDependsOnThatRowAlone) {
-  on_each_attention(44, [](Backend backend, const Attention& a) {
-    const AttentionOutputs outputs = forward(a, on(backend));
-    const AttentionGradients together = backward(a, outputs, on(backend));
+  on_each_attention_kernel(44, [](const Execution& execution, const Attention& a) {
+    const AttentionOutputs outputs = forward(a, execution);
+    const AttentionGradients together = backward(a, outputs, execution);
     const std::int64_t row = a.heads * a.qk_dim;
     for (std::int64_t t = 0; t < a.tokens; ++t) {
       const AttentionGradients alone =
-          backward(rows_of(a, t, 1), rows_of(a, outputs, t, 1), on(backend));
+          backward(rows_of(a, t, 1), rows_of(a, outputs, t, 1), execution);
       EXPECT_TRUE(same_bits(alone.d_q, part(together.d_q, t * row, row)));
     }
   });
 }
 
 TEST(SparseAttentionBackward, DeterministicRepeatsGiveTheSameBits) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
     Attention a = with_sink(filled({.tokens = 200, .keys = 12, .topk = 8}, 45), 45);
     for (const DType d_kv_type : {DType::f32, DType::bf16}) {
       a.d_kv_type = d_kv_type;
-      const AttentionOutputs outputs = forward(a, on(backend));
-      const AttentionGradients first = backward(a, outputs, deterministic(backend));
+      const AttentionOutputs outputs = forward(a, execution);
+      const AttentionGradients first = backward(a, outputs, deterministic(execution));
       for (int i = 0; i < 5; ++i)
-        expect_same_bits(backward(a, outputs, deterministic(backend)), first);
-      expect_close(a, backward(a, outputs, on(backend)), first);
+        expect_same_bits(backward(a, outputs, deterministic(execution)), first);
+      expect_close(a, backward(a, outputs, execution), first);
     }
   });
 }
 
 TEST(SparseAttentionBackward, ThreadsChangeNoBitOfADeterministicCall) {
-  on_each_attention(46, [](Backend backend, const Attention& a) {
-    const AttentionOutputs outputs = forward(a, on(backend));
-    const AttentionGradients expected = backward(a, outputs, deterministic(backend));
-    for (const int threads : {1, 2, 5, 1024}) {
-      Execution execution = deterministic(backend);
-      execution.threads = threads;
-      expect_same_bits(backward(a, outputs, execution), expected);
-    }
+  on_each_attention_kernel(46, [](const Execution& execution, const Attention& a) {
+    const AttentionOutputs outputs = forward(a, execution);
+    const AttentionGradients expected = backward(a, outputs, deterministic(execution));
+    for (const int threads : {1, 2, 5, 1024})
+      expect_same_bits(backward(a, outputs, on_threads(threads, deterministic(execution))),
+                       expected);
   });
 }
 
 TEST(SparseAttentionBackward, ABatchIsItsSlices) {
-  on_each_attention(47, [](Backend backend, const Attention& shape) {
+  on_each_attention_kernel(47, [](const Execution& execution, const Attention& shape) {
     Attention batch = shape;
     batch.batch = 3;
     batch = filled(batch, 47);
-    const AttentionOutputs outputs = forward(batch, on(backend));
-    const AttentionGradients together = backward(batch, outputs, deterministic(backend));
+    const AttentionOutputs outputs = forward(batch, execution);
+    const AttentionGradients together = backward(batch, outputs, deterministic(execution));
     AttentionGradients slices;
     slices.d_sink.resize(shape.sink.size());
     for (std::int64_t b = 0; b < batch.batch; ++b) {
@@ -283,7 +278,7 @@ TEST(SparseAttentionBackward, ABatchIsItsSlices) {
       slice.batch = 0;
       slice.kv = part(batch.kv, b * kv_size, kv_size);
       const AttentionGradients alone = backward(
-          slice, rows_of(batch, outputs, b * batch.tokens, batch.tokens), deterministic(backend));
+          slice, rows_of(batch, outputs, b * batch.tokens, batch.tokens), deterministic(execution));
       slices.d_q.insert(slices.d_q.end(), alone.d_q.begin(), alone.d_q.end());
       slices.d_kv.insert(slices.d_kv.end(), alone.d_kv.begin(), alone.d_kv.end());
       slices.d_sink = combined(1, slices.d_sink, 1, alone.d_sink);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // sparse_attention: tensor layouts, workspaces, many rows and large offsets.
-#include "tests/attention.h"
+#include "tests/attention_calls.h"
 #include "tests/far_memory.h"
 
 namespace winnow::tests {

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "tests/attention.h"
+#include "tests/attention_calls.h"
 
 namespace winnow::tests {
 namespace {
@@ -23,45 +23,45 @@ void clear_row(Attention& a, std::int64_t t) {
 }
 
 TEST(SparseAttention, FollowsTheFormula) {
-  on_each_attention(1, [](Backend backend, const Attention& a) {
-    expect_close(a, forward(a, on(backend)), plain_attention(a));
+  on_each_attention_kernel(1, [](const Execution& execution, const Attention& a) {
+    expect_close(a, forward(a, execution), plain_attention(a));
   });
 }
 
 TEST(SparseAttention, AllKeysSelectedIsDenseAttention) {
-  on_each_attention(2, [](Backend backend, const Attention& chosen) {
+  on_each_attention_kernel(2, [](const Execution& execution, const Attention& chosen) {
     const Attention a = with_all_keys(chosen);
     const AttentionOutputs dense = plain_attention(a);
-    expect_close(a, forward(a, on(backend)), dense);
+    expect_close(a, forward(a, execution), dense);
   });
 }
 
 TEST(SparseAttention, OrderOfSlotsDoesNotMatter) {
-  on_each_attention(3, [](Backend backend, const Attention& a) {
+  on_each_attention_kernel(3, [](const Execution& execution, const Attention& a) {
     Attention reversed = a;
     for (std::int64_t t = 0; t < a.rows(); ++t)
       std::reverse(reversed.indices.begin() + t * a.topk,
                    reversed.indices.begin() + (t + 1) * a.topk);
     ASSERT_NE(reversed.indices, a.indices);
-    expect_close(a, forward(reversed, on(backend)), forward(a, on(backend)));
+    expect_close(a, forward(reversed, execution), forward(a, execution));
   });
 }
 
 TEST(SparseAttention, SlotsBetweenKeysMayHoldNone) {
-  on_each_attention(4, [](Backend backend, const Attention& a) {
+  on_each_attention_kernel(4, [](const Execution& execution, const Attention& a) {
     Attention spread = a;
     spread.topk = 2 * a.topk;
     spread.indices.assign(static_cast<std::size_t>(a.rows() * spread.topk), -1);
     for (std::int64_t i = 0; i < a.rows() * a.topk; ++i) spread.indices[2 * i + 1] = a.indices[i];
-    expect_close(a, forward(spread, on(backend)), forward(a, on(backend)));
+    expect_close(a, forward(spread, execution), forward(a, execution));
   });
 }
 
 TEST(SparseAttention, ListsMayBeLongerThanThereAreKeys) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
     // All keys in random order, and 13 invalid slots.
     const Attention a = filled({.tokens = 4, .keys = 110, .topk = 123}, 21);
-    const AttentionOutputs outputs = forward(a, on(backend));
+    const AttentionOutputs outputs = forward(a, execution);
     expect_close(a, outputs, plain_attention(a));
 
     Attention narrow = a;
@@ -71,69 +71,69 @@ TEST(SparseAttention, ListsMayBeLongerThanThereAreKeys) {
       const Ints keys = part(a.indices, t * a.topk, a.keys);
       narrow.indices.insert(narrow.indices.end(), keys.begin(), keys.end());
     }
-    expect_close(a, backward(a, outputs, on(backend)), backward(narrow, outputs, on(backend)));
+    expect_close(a, backward(a, outputs, execution), backward(narrow, outputs, execution));
   });
 }
 
 TEST(SparseAttention, EveryIndexOutsideTheKeysIsNone) {
-  on_each_attention(5, [](Backend backend, const Attention& whole) {
+  on_each_attention_kernel(5, [](const Execution& execution, const Attention& whole) {
     Attention a = whole;
     for (std::size_t i = 0; i < a.indices.size(); i += 3) a.indices[i] = -1;
-    const AttentionOutputs expected = forward(a, on(backend));
+    const AttentionOutputs expected = forward(a, execution);
     for (const std::int64_t none :
          {a.keys, a.keys + 1, std::int64_t{kMaxInt32}, std::int64_t{-2}, std::int64_t{kMinInt32}}) {
       for (std::size_t i = 0; i < a.indices.size(); i += 3)
         a.indices[i] = static_cast<std::int32_t>(none);
       SCOPED_TRACE(none);
-      expect_same_bits(forward(a, on(backend)), expected);
+      expect_same_bits(forward(a, execution), expected);
     }
   });
 }
 
 TEST(SparseAttention, KeysThatNoSlotNamesAreNotRead) {
-  on_each_attention(6, [](Backend backend, const Attention& whole) {
+  on_each_attention_kernel(6, [](const Execution& execution, const Attention& whole) {
     Attention a = whole;
     for (std::int32_t& index : a.indices)
       if (index % 4 == 0) index = -1;
-    const AttentionOutputs expected = forward(a, on(backend));
+    const AttentionOutputs expected = forward(a, execution);
     Attention spoilt = a;
     for (std::int64_t s = 0; s < a.keys; s += 4)
       for (std::int64_t d = 0; d < a.qk_dim; ++d)
         spoilt.kv[s * a.qk_dim + d] = d % 2 == 0 ? kNaN : kInfinity;
-    expect_same_bits(forward(spoilt, on(backend)), expected);
+    expect_same_bits(forward(spoilt, execution), expected);
   });
 }
 
 TEST(SparseAttention, SlotsPastLengthsHoldNone) {
-  on_each_attention(7, [](Backend backend, const Attention& whole) {
+  on_each_attention_kernel(7, [](const Execution& execution, const Attention& whole) {
     Attention a = whole;
     a.lengths.resize(static_cast<std::size_t>(a.tokens));
     for (std::int64_t t = 0; t < a.tokens; ++t)
       a.lengths[t] = static_cast<std::int32_t>(t * a.topk / (a.tokens - 1));  // 0 ... topk
-    const AttentionOutputs cut_by_lengths = forward(a, on(backend));
+    const AttentionOutputs cut_by_lengths = forward(a, execution);
     expect_close(a, cut_by_lengths, plain_attention(a));
 
     Attention cut_by_index = a;
     for (std::int64_t t = 0; t < a.tokens; ++t)
       for (std::int64_t j = a.lengths[t]; j < a.topk; ++j)
         cut_by_index.indices[t * a.topk + j] = -1;
-    expect_same_bits(forward(cut_by_index, on(backend)), cut_by_lengths);
+    expect_same_bits(forward(cut_by_index, execution), cut_by_lengths);
     cut_by_index.lengths.clear();
-    expect_close(a, forward(cut_by_index, on(backend)), cut_by_lengths);
+    expect_close(a, forward(cut_by_index, execution), cut_by_lengths);
   });
 }
 
 TEST(SparseAttention, AKeyThatStandsTwiceCountsTwice) {
-  on_each_attention(8, [](Backend backend, const Attention& whole) {
+  on_each_attention_kernel(8, [](const Execution& execution, const Attention& whole) {
     Attention a = whole;
     for (std::int64_t t = 0; t < a.tokens; ++t) a.indices[t * a.topk + 1] = a.indices[t * a.topk];
-    expect_close(a, forward(a, on(backend)), plain_attention(a));
+    expect_close(a, forward(a, execution), plain_attention(a));
 
     // The same key in all slots: out is its value, lse is its score + log(topk).
     for (std::int64_t i = 0; i < a.rows() * a.topk; ++i)
       a.indices[i] = a.indices[i / a.topk * a.topk];
     a.sink.clear();
-    const AttentionOutputs one_key = forward(a, on(backend));
+    const AttentionOutputs one_key = forward(a, execution);
     const Values kv = as_stored(a.dtype, a.kv);
     Values value;
     Values lse = one_key.max_logits;
@@ -147,10 +147,10 @@ TEST(SparseAttention, AKeyThatStandsTwiceCountsTwice) {
 }
 
 TEST(SparseAttention, RowsWithoutKeysGiveZero) {
-  on_each_attention(9, [](Backend backend, const Attention& whole) {
+  on_each_attention_kernel(9, [](const Execution& execution, const Attention& whole) {
     Attention a = whole;
     for (std::int64_t t = 0; t < a.tokens; t += 2) clear_row(a, t);
-    const AttentionOutputs outputs = forward(a, on(backend));
+    const AttentionOutputs outputs = forward(a, execution);
     expect_close(a, outputs, plain_attention(a));
     for (std::int64_t t = 0; t < a.tokens; t += 2) {
       const AttentionOutputs row = rows_of(a, outputs, t, 1);
@@ -162,44 +162,44 @@ TEST(SparseAttention, RowsWithoutKeysGiveZero) {
 }
 
 TEST(SparseAttention, NoKeysAtAllGiveZero) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
     const Attention a = with_sink(filled({.tokens = 3, .keys = 0, .topk = 4}, 10), 10);
-    const AttentionOutputs outputs = forward(a, on(backend));
+    const AttentionOutputs outputs = forward(a, execution);
     EXPECT_TRUE(all_zero(outputs.out));
     EXPECT_TRUE(all_equal(outputs.lse, -kInfinity));
   });
 }
 
 TEST(SparseAttention, ASinkOfMinusInfinityIsNoSink) {
-  on_each_attention(11, [](Backend backend, const Attention& a) {
+  on_each_attention_kernel(11, [](const Execution& execution, const Attention& a) {
     Attention without = a;
     without.sink.clear();
     Attention with = a;
     with.sink.assign(static_cast<std::size_t>(a.heads), -kInfinity);
-    expect_close(a, forward(with, on(backend)), forward(without, on(backend)));
+    expect_close(a, forward(with, execution), forward(without, execution));
     clear_row(with, 0);
-    EXPECT_TRUE(all_zero(rows_of(a, forward(with, on(backend)), 0, 1).out));
+    EXPECT_TRUE(all_zero(rows_of(a, forward(with, execution), 0, 1).out));
   });
 }
 
 TEST(SparseAttention, ASinkOfPlusInfinityTakesEverything) {
-  on_each_attention(12, [](Backend backend, const Attention& a) {
+  on_each_attention_kernel(12, [](const Execution& execution, const Attention& a) {
     Attention with = a;
     with.sink.assign(static_cast<std::size_t>(a.heads), kInfinity);
     Attention without = a;
     without.sink.clear();
-    const AttentionOutputs outputs = forward(with, on(backend));
-    const AttentionOutputs expected = forward(without, on(backend));
+    const AttentionOutputs outputs = forward(with, execution);
+    const AttentionOutputs expected = forward(without, execution);
     EXPECT_TRUE(all_zero(outputs.out));
     expect_close(a, {expected.out, outputs.lse, outputs.max_logits}, expected);
   });
 }
 
 TEST(SparseAttention, ASinkFarFromTheScoresOverflowsNothing) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
     Attention a = filled({.heads = 4}, 13);
     a.sink = {200, -200, 3e38, -3e38};
-    const AttentionOutputs outputs = forward(a, on(backend));
+    const AttentionOutputs outputs = forward(a, execution);
     expect_close(a, outputs, plain_attention(a));
     a.heads = 4;
     for (std::int64_t t = 0; t < a.tokens; ++t) {
@@ -209,12 +209,12 @@ TEST(SparseAttention, ASinkFarFromTheScoresOverflowsNothing) {
 }
 
 TEST(SparseAttention, TheSinkChangesOutAndNotLse) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
     const Attention without = filled({}, 14);
     Attention with = without;
     with.sink = {0.5, 1, 2};
-    const AttentionOutputs a = forward(with, on(backend));
-    const AttentionOutputs b = forward(without, on(backend));
+    const AttentionOutputs a = forward(with, execution);
+    const AttentionOutputs b = forward(without, execution);
     EXPECT_TRUE(same_bits(a.max_logits, b.max_logits));
     EXPECT_TRUE(ok(compare("lse", a.lse, b.lse, harness::lse_limit(without.dtype),
                            harness::at_least_one(b.lse))));
@@ -223,30 +223,30 @@ TEST(SparseAttention, TheSinkChangesOutAndNotLse) {
 }
 
 TEST(SparseAttention, LargeScoresOverflowNothing) {
-  on_each_attention(15, [](Backend backend, const Attention& whole) {
+  on_each_attention_kernel(15, [](const Execution& execution, const Attention& whole) {
     Attention a = whole;
     for (double& value : a.q) value *= 1e4;
-    expect_close(a, forward(a, on(backend)), plain_attention(a));
+    expect_close(a, forward(a, execution), plain_attention(a));
   });
 }
 
 TEST(SparseAttention, ScaleOfZeroIsTheDefault) {
-  on_each_backend([](Backend backend) {
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
     Attention a = filled({.qk_dim = 24, .v_dim = 24, .scale = 0}, 16);
-    const AttentionOutputs by_default = forward(a, on(backend));
+    const AttentionOutputs by_default = forward(a, execution);
     a.scale = static_cast<float>(1 / std::sqrt(24.0));
-    expect_same_bits(by_default, forward(a, on(backend)));
+    expect_same_bits(by_default, forward(a, execution));
     a.scale = -0.5F;
-    expect_close(a, forward(a, on(backend)), plain_attention(a));
+    expect_close(a, forward(a, execution), plain_attention(a));
   });
 }
 
 TEST(SparseAttention, MaxLogitsAreOptional) {
-  on_each_attention(17, [](Backend backend, const Attention& a) {
+  on_each_attention_kernel(17, [](const Execution& execution, const Attention& a) {
     Attention plain = a;
     plain.wants_max_logits = false;
-    AttentionOutputs with = forward(a, on(backend));
-    const AttentionOutputs without = forward(plain, on(backend));
+    AttentionOutputs with = forward(a, execution);
+    const AttentionOutputs without = forward(plain, execution);
     with.max_logits.clear();
     expect_same_bits(without, with);
   });
@@ -255,18 +255,18 @@ TEST(SparseAttention, MaxLogitsAreOptional) {
 // ---- Independence of rows.
 
 TEST(SparseAttention, RowsDoNotDependOnTheirNeighbours) {
-  on_each_attention(18, [](Backend backend, const Attention& a) {
-    const AttentionOutputs together = forward(a, on(backend));
+  on_each_attention_kernel(18, [](const Execution& execution, const Attention& a) {
+    const AttentionOutputs together = forward(a, execution);
     for (std::int64_t t = 0; t < a.tokens; ++t)
-      expect_same_bits(forward(rows_of(a, t, 1), on(backend)), rows_of(a, together, t, 1));
+      expect_same_bits(forward(rows_of(a, t, 1), execution), rows_of(a, together, t, 1));
     const std::int64_t half = a.tokens / 2;
-    expect_same_bits(forward(rows_of(a, half, a.tokens - half), on(backend)),
+    expect_same_bits(forward(rows_of(a, half, a.tokens - half), execution),
                      rows_of(a, together, half, a.tokens - half));
   });
 }
 
 TEST(SparseAttention, PackedDocumentsEqualEachAlone) {
-  on_each_attention(19, [](Backend backend, const Attention& document) {
+  on_each_attention_kernel(19, [](const Execution& execution, const Attention& document) {
     const int documents = 3;
     Attention packed = document;
     packed.tokens *= documents;
@@ -278,48 +278,48 @@ TEST(SparseAttention, PackedDocumentsEqualEachAlone) {
         packed.indices[t * packed.topk + j] = static_cast<std::int32_t>(
             first + document.indices[t % document.tokens * packed.topk + j]);
     }
-    const AttentionOutputs together = forward(packed, on(backend));
+    const AttentionOutputs together = forward(packed, execution);
     for (int i = 0; i < documents; ++i) {
       Attention alone = rows_of(packed, i * document.tokens, document.tokens);
       alone.keys = document.keys;
       alone.kv = part(packed.kv, i * document.keys * packed.qk_dim, document.keys * packed.qk_dim);
       alone.indices = document.indices;
-      expect_same_bits(forward(alone, on(backend)),
+      expect_same_bits(forward(alone, execution),
                        rows_of(packed, together, i * document.tokens, document.tokens));
     }
   });
 }
 
 TEST(SparseAttention, ABatchIsItsSlices) {
-  on_each_attention(20, [](Backend backend, const Attention& shape) {
+  on_each_attention_kernel(20, [](const Execution& execution, const Attention& shape) {
     Attention batch = shape;
     batch.batch = 3;
     batch = filled(batch, 20);
     batch.lengths.assign(static_cast<std::size_t>(batch.rows()),
                          static_cast<std::int32_t>(batch.topk - 1));
-    const AttentionOutputs together = forward(batch, on(backend));
+    const AttentionOutputs together = forward(batch, execution);
     for (std::int64_t b = 0; b < batch.batch; ++b) {
       Attention slice = rows_of(batch, b * batch.tokens, batch.tokens);
       slice.batch = 0;
       slice.kv = part(batch.kv, b * batch.keys * batch.qk_dim, batch.keys * batch.qk_dim);
-      expect_same_bits(forward(slice, on(backend)),
+      expect_same_bits(forward(slice, execution),
                        rows_of(batch, together, b * batch.tokens, batch.tokens));
     }
   });
 }
 
 TEST(SparseAttention, RepeatsGiveTheSameBits) {
-  on_each_attention(21, [](Backend backend, const Attention& a) {
-    const AttentionOutputs first = forward(a, on(backend));
-    for (int i = 0; i < 10; ++i) expect_same_bits(forward(a, on(backend)), first);
+  on_each_attention_kernel(21, [](const Execution& execution, const Attention& a) {
+    const AttentionOutputs first = forward(a, execution);
+    for (int i = 0; i < 10; ++i) expect_same_bits(forward(a, execution), first);
   });
 }
 
 TEST(SparseAttention, ThreadsChangeNoBit) {
-  on_each_attention(22, [](Backend backend, const Attention& a) {
-    const AttentionOutputs expected = forward(a, on(backend));
+  on_each_attention_kernel(22, [](const Execution& execution, const Attention& a) {
+    const AttentionOutputs expected = forward(a, execution);
     for (const int threads : {1, 2, 5, 1024})
-      expect_same_bits(forward(a, {.backend = backend, .threads = threads}), expected);
+      expect_same_bits(forward(a, on_threads(threads, execution)), expected);
   });
 }
 

@@ -14,8 +14,11 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include "harness/arguments.h"
 #include "harness/backends.h"
 #include "harness/compare.h"
+#include "harness/families.h"
+#include "harness/kernel_choice.h"
 #include "harness/memory.h"
 #include "harness/numbers.h"
 #include "harness/random.h"
@@ -25,6 +28,7 @@ namespace winnow::tests {
 
 using harness::Buffer;
 using harness::compare;
+using harness::NamedBuffers;
 using harness::Random;
 using harness::Shape;
 
@@ -46,6 +50,42 @@ void on_each_backend(const Body& body) {
 }
 
 inline Execution on(Backend backend) { return {.backend = backend}; }
+inline Execution deterministic(Execution execution) {
+  execution.deterministic = true;
+  return execution;
+}
+inline Execution on_threads(std::int32_t threads, Execution execution) {
+  execution.threads = threads;
+  return execution;
+}
+
+/// Calls body(execution) for every backend that can run here and, where the operators of a family
+/// have several kernels there, for each of them.
+template <class Body>
+void on_each_kernel(std::string_view op, const Body& body) {
+  on_each_backend([&](Backend backend) {
+    const std::vector<std::string_view> kernels = harness::kernels_of(op, backend);
+    if (kernels.size() < 2) return body(on(backend));
+    for (const std::string_view kernel : kernels) {
+      const ::testing::ScopedTrace trace(__FILE__, __LINE__, std::string(kernel));
+      body(Execution{.backend = backend, .kernel = kernel.data()});
+    }
+  });
+}
+
+/// Whether the kernel that the execution asks for takes the call, if the operator has it.
+template <class Args>
+bool is_taken(const Args& args, const Execution& execution) {
+  return why_not(args, harness::for_operator<Args>(execution)).empty();
+}
+
+/// Runs the call on the kernel that the execution asks for, or on the best one if that kernel does
+/// not take it.
+template <class Args>
+void run_where_taken(const Args& args, Execution execution) {
+  if (execution.kernel != nullptr && !is_taken(args, execution)) execution.kernel = nullptr;
+  run(args, harness::for_operator<Args>(execution));
+}
 
 // ---- Values.
 
@@ -101,6 +141,18 @@ inline Buffer ints(Device device, const Shape& shape, const Ints& values,
   if (values.empty() && elements(shape) > 0) return {};
   Buffer buffer(device, DType::i32, shape, row_padding);
   buffer.upload(values);
+  return buffer;
+}
+
+inline DType accumulation_type(DType dtype) { return dtype == DType::f64 ? dtype : DType::f32; }
+
+/// A gradient. Of the accumulation type it is added to, from `before` on, or from zeros without
+/// values; one of `asked` that is overwritten is NaN, so that a missed element shows.
+inline Buffer sum(Device device, DType dtype, DType asked, const Shape& shape, const Values& before,
+                  std::int64_t row_padding = 0) {
+  Buffer buffer(device, dtype == DType::f64 ? dtype : asked, shape, row_padding);
+  if (buffer.tensor().dtype == accumulation_type(dtype))
+    buffer.upload(before.empty() ? Values(static_cast<std::size_t>(elements(shape))) : before);
   return buffer;
 }
 

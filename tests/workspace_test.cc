@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <string>
 
-#include "tests/dense_loss.h"
-#include "tests/op_calls.h"
+#include "tests/dense_loss_calls.h"
+#include "tests/random_calls.h"
 
 namespace winnow::tests {
 namespace {
@@ -15,15 +15,14 @@ template <class Body>
 void on_each_call(const Body& body) {
   constexpr std::uint64_t kCalls = 8;
   on_each_backend([&](Backend backend) {
-    for (const auto maker : kCallMakers) {
+    for_each_operator([&]<class Args>(std::type_identity<Args>) {
       for (std::uint64_t seed = 0; seed < kCalls; ++seed) {
-        CallMaker m(seed, harness::device_of(backend));
-        const Call call = maker(m);
+        const Call call = CallMaker(seed, harness::device_of(backend)).make<Args>();
         SCOPED_TRACE(fmt::format("{}, seed {}", call.op, seed));
         // Calls that the backend refuses with any limit are not tested here.
         if (call.why_not(on(backend)).empty()) body(backend, call);
       }
-    }
+    });
   });
 }
 

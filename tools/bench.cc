@@ -14,13 +14,13 @@
 #include <nlohmann/json.hpp>
 
 #include "harness/backends.h"
-#include "harness/workloads.h"
-#include "tools/benchmark.h"
+#include "harness/families.h"
 #include "tools/commands.h"
 #include "tools/matrix_product.h"
 #include "tools/plan/rate_benches.h"
 #include "tools/table.h"
 #include "tools/text.h"
+#include "tools/timed_calls.h"
 #include "tools/words.h"
 #include "winnow/winnow.h"
 

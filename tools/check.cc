@@ -12,8 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "harness/backends.h"
-#include "harness/checks.h"
-#include "harness/workloads.h"
+#include "harness/families.h"
 #include "tools/commands.h"
 #include "tools/progress.h"
 #include "tools/report_json.h"

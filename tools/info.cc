@@ -14,8 +14,8 @@
 #include <nlohmann/json.hpp>
 
 #include "harness/backends.h"
+#include "harness/families.h"
 #include "harness/kernel_choice.h"
-#include "tools/calls.h"
 #include "tools/commands.h"
 #include "tools/table.h"
 #include "tools/text.h"
@@ -128,8 +128,9 @@ Choices choices_of(const Options& options) {
   const Execution execution{.backend = options.backend.empty() ? Backend::automatic : backend};
 
   Choices choices{c, device, {}};
-  const Calls calls = calls_of(op, c, device, kSeed);
-  for (const Call& call : calls.list) choices.list.push_back({call.name, call.explain(execution)});
+  const harness::Calls calls = calls_of(op, c, device, kSeed);
+  for (const harness::Call& call : calls.list)
+    choices.list.push_back({call.name, call.explain(execution)});
   return choices;
 }
 

@@ -8,7 +8,7 @@
 #include <fmt/format.h>
 
 #include "harness/device_product.h"
-#include "tools/measure.h"
+#include "tools/timing.h"
 
 namespace winnow::tools {
 namespace {

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
-#include <functional>
-#include <numeric>
 #include <span>
+#include <string_view>
 #include <vector>
 
+#include "harness/arguments.h"
 #include "harness/memory.h"
 #include "harness/trial.h"
 
@@ -18,62 +18,62 @@ namespace winnow::tools {
 /// Owns all that it hands out.
 class OracleMemory {
  public:
-  /// The given rows of a tensor, in double if they are not integers; absent if it is.
+  /// The given rows of a tensor, in double if they are not integers.
   Tensor rows(const harness::Buffer& source, const harness::Rows& rows) {
-    if (!source.tensor()) return {};
-    harness::Shape shape = shape_of(source);
+    harness::Shape shape = shape_of(source.tensor());
     shape[0] = static_cast<std::int64_t>(rows.size());
-    if (source.tensor().dtype == DType::i32) return ints(shape, source.download_ints(rows));
-    return doubles(shape, source.download(rows));
-  }
-  /// All of a tensor in double.
-  Tensor all(const harness::Buffer& source) {
-    if (!source.tensor()) return {};
-    return doubles(shape_of(source), source.download());
+    if (source.tensor().dtype == DType::i32)
+      return filled(DType::i32, shape, source.download_ints(rows));
+    return filled(DType::f64, shape, source.download(rows));
   }
   /// A tensor in its own type; a copy only if it is not on the host.
   Tensor on_host(const harness::Buffer& source) {
     const Tensor& tensor = source.tensor();
     if (!tensor || tensor.device.kind == DeviceKind::cpu) return tensor;
-    if (tensor.dtype == DType::i32) return ints(shape_of(source), source.download_ints());
-    return filled(tensor.dtype, shape_of(source), source.download()).tensor();
+    if (tensor.dtype == DType::i32)
+      return filled(DType::i32, shape_of(tensor), source.download_ints());
+    return filled(tensor.dtype, shape_of(tensor), source.download());
   }
-  /// |x| of a contiguous tensor that came from here, in double.
+  /// A call of a layer with its inputs on the host and outputs of its own.
+  template <class Args>
+  Args on_host(const Args& args, const harness::Buffers& layer) {
+    return harness::layer_arguments<Args>(
+        [&](std::string_view name, FieldRole role) {
+          const harness::Buffer& source = layer.find(name);
+          if (role == FieldRole::input || !source.tensor()) return on_host(source);
+          return output(source.tensor().dtype, shape_of(source.tensor()));
+        },
+        args);
+  }
+  /// |x| of a tensor that came from here, in double.
   Tensor magnitudes(const Tensor& tensor) {
-    harness::Shape shape(tensor.shape.begin(), tensor.shape.begin() + tensor.rank);
-    const std::int64_t count =
-        std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
-    return doubles(shape, harness::magnitudes({static_cast<const double*>(tensor.data),
-                                               static_cast<std::size_t>(count)}));
+    return filled(DType::f64, shape_of(tensor), harness::magnitudes(values_of(tensor)));
   }
-  Tensor doubles(const harness::Shape& shape, std::span<const double> values) {
-    return filled(DType::f64, shape, values).tensor();
-  }
-  Tensor ints(const harness::Shape& shape, std::span<const std::int32_t> values) {
-    harness::Buffer& buffer = output(DType::i32, shape);
+  template <class T>
+  Tensor filled(DType dtype, const harness::Shape& shape, const std::vector<T>& values) {
+    harness::Buffer& buffer = buffers_.emplace_back(Device{}, dtype, shape);
     buffer.upload(values);
     return buffer.tensor();
   }
-  harness::Buffer& filled(DType dtype, const harness::Shape& shape,
-                          std::span<const double> values) {
-    harness::Buffer& buffer = output(dtype, shape);
-    buffer.upload(values);
-    return buffer;
-  }
-  harness::Buffer& output(DType dtype, const harness::Shape& shape) {
-    return buffers_.emplace_back(Device{}, dtype, shape);
-  }
-  /// Zeros, for a call to add to.
-  harness::Buffer& sum(DType dtype, const harness::Shape& shape) {
-    harness::Buffer& buffer = output(dtype, shape);
-    buffer.fill([](std::int64_t, std::span<double> elements) {
-      std::fill(elements.begin(), elements.end(), 0.0);
-    });
-    return buffer;
+  /// Numbers start as 0, for calls that add to them.
+  Tensor output(DType dtype, const harness::Shape& shape) {
+    harness::Buffer& buffer = buffers_.emplace_back(Device{}, dtype, shape);
+    if (dtype != DType::i32)
+      buffer.fill([](std::int64_t, std::span<double> elements) {
+        std::fill(elements.begin(), elements.end(), 0.0);
+      });
+    return buffer.tensor();
   }
 
-  static harness::Shape shape_of(const harness::Buffer& buffer) {
-    const Tensor& tensor = buffer.tensor();
+  /// That of a tensor that came from here.
+  const harness::Buffer& buffer_of(const Tensor& tensor) const {
+    return *std::find_if(buffers_.begin(), buffers_.end(), [&](const harness::Buffer& buffer) {
+      return buffer.tensor().data == tensor.data;
+    });
+  }
+  std::vector<double> values_of(const Tensor& tensor) const { return buffer_of(tensor).download(); }
+
+  static harness::Shape shape_of(const Tensor& tensor) {
     return {tensor.shape.begin(), tensor.shape.begin() + tensor.rank};
   }
 

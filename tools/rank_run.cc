@@ -14,11 +14,11 @@
 
 #include "harness/backends.h"
 #include "harness/rank_step.h"
-#include "tools/measure.h"
 #include "tools/mpi_job.h"
 #include "tools/report_json.h"
 #include "tools/table.h"
 #include "tools/text.h"
+#include "tools/timing.h"
 #include "tools/words.h"
 
 namespace winnow::tools {
@@ -99,11 +99,11 @@ void compare(const MpiJob& job, const RankRun& request, const harness::RankStep&
     alone = std::make_unique<harness::TrainingStep>(request.c, device, request.seed);
     outcome.alone_seconds = time_once(device, [&] { alone->run(request.execution); });
   }
-  const std::vector<harness::StepResult> results = results_of(rank);
+  const std::vector<harness::StepOutput> results = results_of(rank);
   for (std::size_t i = 0; i < results.size(); ++i) {
     const std::vector<double> of_ranks = job.collect(values_of(*results[i].buffer));
     if (job.rank() != 0) continue;
-    const harness::StepResult expected = results_alone(*alone)[i];
+    const harness::StepOutput expected = results_alone(*alone)[i];
     harness::Rows rows;
     for (int r = 0; r < job.size(); ++r) {
       const harness::Rows held = rows_of_rank(expected, rank.shards, r);

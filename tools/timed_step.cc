@@ -6,15 +6,16 @@
 #include <utility>
 
 #include "harness/backends.h"
+#include "harness/calls.h"
 #include "harness/training_step.h"
-#include "tools/calls.h"
-#include "tools/measure.h"
 #include "tools/progress.h"
 #include "tools/step_check.h"
+#include "tools/timing.h"
 
 namespace winnow::tools {
 namespace {
 
+using harness::Call;
 using harness::TrainingStep;
 
 constexpr std::int64_t kComparedRows = 16;
@@ -81,9 +82,8 @@ StepResult run_step(const harness::Case& c, const Execution& execution, std::uin
   progress.begin("making inputs", kInputsShare);
   TrainingStep step(c, device, seed);
   std::vector<Call> calls;
-  step.visit_calls([&](const char* name, const auto& args, double flops) {
-    calls.push_back(call(name, args, flops));
-  });
+  step.visit_calls(
+      [&](const auto& args, double flops) { calls.push_back(harness::call(args, flops)); });
   double flops = 0;
   for (const Call& call : calls) flops += call.flops;
   if (device.kind == DeviceKind::cuda) {  // the first calls load kernels and fill memory pools

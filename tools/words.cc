@@ -11,7 +11,7 @@
 #include <fmt/ranges.h>
 
 #include "harness/backends.h"
-#include "harness/workloads.h"
+#include "harness/families.h"
 #include "winnow/winnow.h"
 
 namespace winnow::tools {
@@ -49,13 +49,6 @@ void add_new(std::vector<std::string_view>& names, const std::vector<std::string
     if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
 }
 
-/// Whether a function belongs to the operator: it has its name, with a direction if it has two.
-bool is_of_op(std::string_view function, std::string_view op) {
-  if (!function.starts_with(op)) return false;
-  const std::string_view rest = function.substr(op.size());
-  return rest.empty() || rest == "_forward" || rest == "_backward";
-}
-
 }  // namespace
 
 std::string join(const std::vector<std::string_view>& words, std::string_view separator) {
@@ -77,11 +70,7 @@ std::vector<std::string_view> backend_names() {
 std::vector<std::string_view> kernel_names(const std::vector<std::string_view>& ops,
                                            Backend backend) {
   std::vector<std::string_view> names;
-  for_each_operator([&]<class Args>(std::type_identity<Args>) {
-    const bool asked_for = std::any_of(
-        ops.begin(), ops.end(), [](std::string_view op) { return is_of_op(Args::kOperator, op); });
-    if (asked_for) add_new(names, kernels<Args>(backend));
-  });
+  for (const std::string_view op : ops) add_new(names, harness::kernels_of(op, backend));
   return names;
 }
 

@@ -10,7 +10,7 @@
 
 #include <unistd.h>
 
-#include "tools/measure.h"
+#include "tools/timing.h"
 
 namespace winnow::plan {
 namespace {

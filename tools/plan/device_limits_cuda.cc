@@ -7,7 +7,7 @@
 #include <cuda_runtime_api.h>
 
 #include "harness/device_memory.h"
-#include "tools/measure.h"
+#include "tools/timing.h"
 #include "tools/plan/device_limits.h"
 #include "winnow/error.h"
 

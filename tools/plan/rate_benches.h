@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "harness/cases.h"
-#include "tools/benchmark.h"
+#include "tools/timed_calls.h"
 #include "tools/matrix_product.h"
 #include "tools/plan/rates.h"
 #include "winnow/execution.h"

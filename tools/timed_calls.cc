@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // The median times of the calls of one op.
-#include "tools/benchmark.h"
+#include "tools/timed_calls.h"
 
 #include <algorithm>
 #include <bit>
 #include <thread>
 
 #include "harness/backends.h"
+#include "harness/families.h"
 #include "harness/memory.h"
-#include "tools/calls.h"
 
 namespace winnow::tools {
 namespace {
+
+using harness::Call;
+using harness::Calls;
 
 constexpr double kSecondsPerOp = 15;
 constexpr std::int64_t kFewestTokens = 8;

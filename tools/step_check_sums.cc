@@ -70,26 +70,16 @@ Tensor head_of_matrices(Tensor tensor, std::int64_t h) {
 void check_attention(const TrainingStep& step, const Rows& keys, std::vector<Report>& reports) {
   OracleMemory memory;
   const KeptSlots slots = keep(step.indices, keys, step.c.sink);
-  const Buffer& d_kv = memory.sum(DType::f32, OracleMemory::shape_of(step.d_kv));
-  SparseAttentionBackward args = step.attend_backward;
-  args.q = memory.on_host(step.q);
-  args.kv = memory.on_host(step.kv);
-  args.indices = memory.ints({step.c.tokens, slots.width}, slots.indices);
+  SparseAttentionBackward args = memory.on_host(step.attend_backward, step.buffers);
+  args.indices = memory.filled(DType::i32, {step.c.tokens, slots.width}, slots.indices);
   args.lengths = {};
-  args.sink = memory.on_host(step.sink);
-  args.out = memory.on_host(step.out);
-  args.lse = memory.on_host(step.lse);
-  args.d_out = memory.on_host(step.d_out);
-  args.d_q = memory.output(step.c.dtype, OracleMemory::shape_of(step.d_q)).tensor();
-  args.d_kv = d_kv.tensor();
-  Buffer absent;
-  Buffer& d_sink = step.c.sink ? memory.sum(DType::f32, {step.c.heads}) : absent;
-  args.d_sink = d_sink.tensor();
-  sparse_attention_backward(args, kOracle);
+  run(args, kOracle);
   const harness::Limit limit = harness::gradient_limit(step.c.dtype);
-  reports.push_back(compare("d_kv", step.d_kv.download(keys), d_kv.download(keys), limit));
+  reports.push_back(
+      compare("d_kv", step.d_kv.download(keys), memory.buffer_of(args.d_kv).download(keys), limit));
   if (step.c.sink)
-    reports.push_back(compare("d_sink", step.d_sink.download(), d_sink.download(), limit));
+    reports.push_back(
+        compare("d_sink", step.d_sink.download(), memory.values_of(args.d_sink), limit));
 }
 
 void check_indexer(const TrainingStep& step, const Rows& keys, std::vector<Report>& reports) {
@@ -99,36 +89,25 @@ void check_indexer(const TrainingStep& step, const Rows& keys, std::vector<Repor
   std::vector<double> d_scores;
   for (const std::int64_t i : slots.from) d_scores.push_back(i < 0 ? 0 : all_d_scores[i]);
 
-  const Buffer& d_k = memory.sum(DType::f32, OracleMemory::shape_of(step.d_index_k));
-  IndexTopkBackward args = step.select_backward;
-  args.q = memory.on_host(step.index_q);
-  args.k = memory.on_host(step.index_k);
-  args.weights = memory.on_host(step.weights);
-  args.begin = memory.on_host(step.begin);
-  args.end = memory.on_host(step.end);
-  args.indices = memory.ints({step.c.tokens, slots.width}, slots.indices);
+  IndexTopkBackward args = memory.on_host(step.select_backward, step.buffers);
+  args.indices = memory.filled(DType::i32, {step.c.tokens, slots.width}, slots.indices);
   args.lengths = {};
-  args.d_scores = memory.filled(DType::f32, {step.c.tokens, slots.width}, d_scores).tensor();
-  args.d_q = memory.output(step.c.dtype, OracleMemory::shape_of(step.d_index_q)).tensor();
-  args.d_weights = memory.output(DType::f32, OracleMemory::shape_of(step.d_weights)).tensor();
-  args.d_k = d_k.tensor();
-  index_topk_backward(args, kOracle);
-  reports.push_back(compare("d_index_k", step.d_index_k.download(keys), d_k.download(keys),
+  args.d_scores = memory.filled(DType::f32, {step.c.tokens, slots.width}, d_scores);
+  run(args, kOracle);
+  reports.push_back(compare("d_index_k", step.d_index_k.download(keys),
+                            memory.buffer_of(args.d_k).download(keys),
                             harness::gradient_limit(step.c.dtype)));
 }
 
 void check_projection(const TrainingStep& step, std::int64_t head, std::vector<Report>& reports) {
   OracleMemory memory;
-  const Buffer& d_w_v = memory.sum(DType::f32, {1, step.c.head_dim, step.c.v_dim});
-  value_projection_backward(
-      {.out = head_of_rows(memory.on_host(step.out), head),
-       .w_v = head_of_matrices(memory.on_host(step.w_v), head),
-       .d_out_v = head_of_rows(memory.on_host(step.d_out_v), head),
-       .d_out = memory.output(step.c.dtype, {step.c.tokens, 1, step.c.v_dim}).tensor(),
-       .d_w_v = d_w_v.tensor()},
-      kOracle);
+  ValueProjectionBackward args = memory.on_host(step.project_backward, step.buffers);
+  for (Tensor* rows : {&args.out, &args.d_out_v, &args.d_out}) *rows = head_of_rows(*rows, head);
+  args.w_v = head_of_matrices(args.w_v, head);
+  args.d_w_v = memory.output(DType::f32, {1, step.c.head_dim, step.c.v_dim});
+  run(args, kOracle);
   reports.push_back(compare(fmt::format("d_w_v, head {}", head), step.d_w_v.download({head}),
-                            d_w_v.download(), harness::gradient_limit(step.c.dtype)));
+                            memory.values_of(args.d_w_v), harness::gradient_limit(step.c.dtype)));
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Times of a call.
-#include "tools/measure.h"
+#include "tools/timing.h"
 
 #include <algorithm>
 #include <chrono>

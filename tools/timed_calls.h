@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "harness/cases.h"
-#include "tools/measure.h"
 #include "tools/progress.h"
+#include "tools/timing.h"
 #include "winnow/execution.h"
 
 namespace winnow::tools {

@@ -29,7 +29,7 @@ struct DenseLoss {
   DType d_index_k_type = DType::f32;
   Values d_index_k_before{};  // empty: zeros
 
-  DType sum_type() const { return dtype == DType::f64 ? dtype : DType::f32; }
+  DType sum_type() const { return accumulation_type(dtype); }
 };
 
 struct DenseLossOutputs {
@@ -76,69 +76,45 @@ inline DenseLoss rows_of(const DenseLoss& d, std::int64_t first, std::int64_t co
 /// Buffers and arguments of forward and backward.
 struct DenseLossWork {
   DenseLossWork(const DenseLoss& d, Device device)
-      : q(floats(device, d.dtype, {d.tokens, d.heads, d.qk_dim}, d.q, d.row_padding)),
-        kv(floats(device, d.dtype, {d.keys, d.qk_dim}, d.kv, d.row_padding)),
-        sink(floats(device, d.sum_type(), {d.heads}, d.sink)),
-        index_q(floats(device, d.dtype, {d.tokens, d.index_heads, d.index_dim}, d.index_q,
-                       d.row_padding)),
-        index_k(floats(device, d.dtype, {d.index_keys, d.index_dim}, d.index_k, d.row_padding)),
-        weights(floats(device, d.sum_type(), {d.tokens, d.index_heads}, d.weights)),
-        begin(ints(device, {d.tokens}, d.begin)),
-        end(ints(device, {d.tokens}, d.end)),
-        loss(device, d.sum_type(), {d.tokens}),
-        lse(device, d.sum_type(), {d.tokens, d.heads}),
-        d_loss(floats(device, d.sum_type(), {d.tokens}, d.d_loss)),
-        d_index_q(device, d.dtype, {d.tokens, d.index_heads, d.index_dim}, d.row_padding),
-        d_weights(device, d.sum_type(), {d.tokens, d.index_heads}),
-        d_index_k(device, d.dtype == DType::f64 ? DType::f64 : d.d_index_k_type,
-                  {d.index_keys, d.index_dim}, d.row_padding) {
-    // A d_index_k that is overwritten is initialised with NaN, so that a missed element shows.
-    if (d_index_k.tensor().dtype == d.sum_type())
-      d_index_k.upload(d.d_index_k_before.empty() ? Values(d.index_k.size()) : d.d_index_k_before);
-    forward = {.q = q.tensor(),
-               .kv = kv.tensor(),
-               .sink = sink.tensor(),
-               .index_q = index_q.tensor(),
-               .index_k = index_k.tensor(),
-               .weights = weights.tensor(),
-               .begin = begin.tensor(),
-               .end = end.tensor(),
-               .loss = loss.tensor(),
-               .lse = lse.tensor(),
-               .scale = d.scale,
-               .key_offset = d.key_offset};
-    backward = {.q = q.tensor(),
-                .kv = kv.tensor(),
-                .sink = sink.tensor(),
-                .index_q = index_q.tensor(),
-                .index_k = index_k.tensor(),
-                .weights = weights.tensor(),
-                .begin = begin.tensor(),
-                .end = end.tensor(),
-                .lse = lse.tensor(),
-                .d_loss = d_loss.tensor(),
-                .d_index_q = d_index_q.tensor(),
-                .d_weights = d_weights.tensor(),
-                .d_index_k = d_index_k.tensor(),
-                .scale = d.scale,
-                .key_offset = d.key_offset};
+      : loss(memory.add("loss", Buffer(device, d.sum_type(), {d.tokens}))),
+        lse(memory.add("lse", Buffer(device, d.sum_type(), {d.tokens, d.heads}))),
+        d_index_q(memory.add(
+            "d_index_q",
+            Buffer(device, d.dtype, {d.tokens, d.index_heads, d.index_dim}, d.row_padding))),
+        d_weights(memory.add("d_weights", Buffer(device, d.sum_type(), {d.tokens, d.index_heads}))),
+        d_index_k(memory.add("d_index_k",
+                             sum(device, d.dtype, d.d_index_k_type, {d.index_keys, d.index_dim},
+                                 d.d_index_k_before, d.row_padding))) {
+    const auto add = [&](const char* name, DType dtype, const Shape& shape, const Values& values,
+                         std::int64_t row_padding = 0) {
+      memory.add(name, floats(device, dtype, shape, values, row_padding));
+    };
+    add("q", d.dtype, {d.tokens, d.heads, d.qk_dim}, d.q, d.row_padding);
+    add("kv", d.dtype, {d.keys, d.qk_dim}, d.kv, d.row_padding);
+    add("sink", d.sum_type(), {d.heads}, d.sink);
+    add("index_q", d.dtype, {d.tokens, d.index_heads, d.index_dim}, d.index_q, d.row_padding);
+    add("index_k", d.dtype, {d.index_keys, d.index_dim}, d.index_k, d.row_padding);
+    add("weights", d.sum_type(), {d.tokens, d.index_heads}, d.weights);
+    add("d_loss", d.sum_type(), {d.tokens}, d.d_loss);
+    memory.add("begin", ints(device, {d.tokens}, d.begin));
+    memory.add("end", ints(device, {d.tokens}, d.end));
+    forward = memory.arguments<DenseIndexLossForward>();
+    backward = memory.arguments<DenseIndexLossBackward>();
+    forward.scale = backward.scale = d.scale;
+    forward.key_offset = backward.key_offset = d.key_offset;
   }
 
-  void expect_intact() const {
-    expect_canaries_intact(q, kv, sink, index_q, index_k, weights, begin, end, loss, lse, d_loss,
-                           d_index_q, d_weights, d_index_k);
-  }
   DenseLossOutputs outputs() const {
-    expect_intact();
+    expect_canaries_intact(memory);
     return {loss.download(), lse.download()};
   }
   DenseLossGradients gradients() const {
-    expect_intact();
+    expect_canaries_intact(memory);
     return {d_index_q.download(), d_weights.download(), d_index_k.download()};
   }
 
-  Buffer q, kv, sink, index_q, index_k, weights, begin, end, loss, lse;
-  Buffer d_loss, d_index_q, d_weights, d_index_k;
+  NamedBuffers memory;
+  Buffer &loss, &lse, &d_index_q, &d_weights, &d_index_k;
   DenseIndexLossForward forward;
   DenseIndexLossBackward backward;
 };

@@ -31,7 +31,7 @@ struct Indexer {
   DType d_k_type = DType::f32;
   Values d_k_before{};  // empty: zeros
 
-  DType sum_type() const { return dtype == DType::f64 ? dtype : DType::f32; }
+  DType sum_type() const { return accumulation_type(dtype); }
 };
 
 struct Selected {
@@ -99,55 +99,48 @@ inline Selected rows_of(const Indexer& ix, const Selected& selected, std::int64_
 /// the given indices and lengths are inputs.
 struct IndexForwardWork {
   IndexForwardWork(const Indexer& ix, Device device, bool replay)
-      : q(floats(device, ix.dtype, {ix.tokens, ix.heads, ix.dim}, ix.q, ix.row_padding)),
-        k(floats(device, ix.dtype, {ix.keys, ix.dim}, ix.k, ix.row_padding)),
-        weights(floats(device, ix.sum_type(), {ix.tokens, ix.heads}, ix.weights, ix.row_padding)),
-        begin(ints(device, {ix.tokens}, ix.begin)),
-        end(ints(device, {ix.tokens}, ix.end)),
-        indices(device, DType::i32, {ix.tokens, ix.topk}, ix.row_padding),
-        scores(device, ix.sum_type(), {ix.tokens, ix.topk}, ix.row_padding) {
-    if (ix.dtype == DType::f8_e4m3) {
-      k_scale = Buffer(device, DType::f32, {ix.keys});
-      k_scale.upload(ix.k_scale);
-    }
-    if (!replay || !ix.lengths.empty()) lengths = Buffer(device, DType::i32, {ix.tokens});
-    if (replay) {
-      indices.upload(ix.indices);
-      if (!ix.lengths.empty()) lengths.upload(ix.lengths);
-    }
-    args = {.q = q.tensor(),
-            .k = k.tensor(),
-            .weights = weights.tensor(),
-            .k_scale = k_scale.tensor(),
-            .begin = begin.tensor(),
-            .end = end.tensor(),
-            .indices = indices.tensor(),
-            .lengths = lengths.tensor(),
-            .scores = scores.tensor(),
-            .order = ix.order,
-            .replay = replay};
+      : indices(memory.add("indices",
+                           Buffer(device, DType::i32, {ix.tokens, ix.topk}, ix.row_padding))),
+        lengths(memory.add("lengths", replay && ix.lengths.empty()
+                                          ? Buffer()
+                                          : Buffer(device, DType::i32, {ix.tokens}))),
+        scores(memory.add("scores",
+                          Buffer(device, ix.sum_type(), {ix.tokens, ix.topk}, ix.row_padding))) {
+    memory.add("q", floats(device, ix.dtype, {ix.tokens, ix.heads, ix.dim}, ix.q, ix.row_padding));
+    memory.add("k", floats(device, ix.dtype, {ix.keys, ix.dim}, ix.k, ix.row_padding));
+    memory.add("weights",
+               floats(device, ix.sum_type(), {ix.tokens, ix.heads}, ix.weights, ix.row_padding));
+    if (ix.dtype == DType::f8_e4m3)
+      memory.add("k_scale", floats(device, DType::f32, {ix.keys}, ix.k_scale));
+    memory.add("begin", ints(device, {ix.tokens}, ix.begin));
+    memory.add("end", ints(device, {ix.tokens}, ix.end));
+    if (replay) indices.upload(ix.indices);
+    if (replay) lengths.upload(ix.lengths);
+    args = memory.arguments<IndexTopkForward>();
+    args.order = ix.order;
+    args.replay = replay;
   }
 
   Selected selected() const {
-    expect_canaries_intact(q, k, weights, k_scale, begin, end, indices, lengths, scores);
-    return {indices.download_ints(), args.lengths ? lengths.download_ints() : Ints{},
-            scores.download()};
+    expect_canaries_intact(memory);
+    return {indices.download_ints(), lengths.download_ints(), scores.download()};
   }
 
-  Buffer q, k, weights, k_scale, begin, end, indices, lengths, scores;
+  NamedBuffers memory;
+  Buffer &indices, &lengths, &scores;
   IndexTopkForward args;
 };
 
 inline Selected select(const Indexer& ix, const Execution& execution) {
   const IndexForwardWork work(ix, harness::device_of(execution.backend), false);
-  index_topk_forward(work.args, execution);
+  run_where_taken(work.args, execution);
   return work.selected();
 }
 
 /// Replays ix.indices and returns their scores.
 inline Values replay(const Indexer& ix, const Execution& execution) {
   const IndexForwardWork work(ix, harness::device_of(execution.backend), true);
-  index_topk_forward(work.args, execution);
+  run_where_taken(work.args, execution);
   const Selected selected = work.selected();
   EXPECT_EQ(selected.indices, ix.indices);
   EXPECT_EQ(selected.lengths, ix.lengths);
@@ -158,41 +151,30 @@ inline Values replay(const Indexer& ix, const Execution& execution) {
 struct IndexBackwardWork {
   IndexBackwardWork(const Indexer& ix, Device device)
       : forward(ix, device, true),
-        d_scores(floats(device, ix.sum_type(), {ix.tokens, ix.topk}, ix.d_scores, ix.row_padding)),
-        d_q(device, ix.dtype, {ix.tokens, ix.heads, ix.dim}, ix.row_padding),
-        d_weights(device, ix.sum_type(), {ix.tokens, ix.heads}, ix.row_padding),
-        d_k(device, ix.dtype == DType::f64 ? DType::f64 : ix.d_k_type, {ix.keys, ix.dim},
-            ix.row_padding) {
-    // A d_k that is overwritten is initialised with NaN, so that a missed element shows.
-    if (d_k.tensor().dtype == ix.sum_type())
-      d_k.upload(ix.d_k_before.empty() ? Values(ix.k.size()) : ix.d_k_before);
-    args = {.q = forward.q.tensor(),
-            .k = forward.k.tensor(),
-            .weights = forward.weights.tensor(),
-            .begin = forward.begin.tensor(),
-            .end = forward.end.tensor(),
-            .indices = forward.indices.tensor(),
-            .lengths = forward.lengths.tensor(),
-            .d_scores = d_scores.tensor(),
-            .d_q = d_q.tensor(),
-            .d_weights = d_weights.tensor(),
-            .d_k = d_k.tensor()};
+        d_q(forward.memory.add(
+            "d_q", Buffer(device, ix.dtype, {ix.tokens, ix.heads, ix.dim}, ix.row_padding))),
+        d_weights(forward.memory.add(
+            "d_weights", Buffer(device, ix.sum_type(), {ix.tokens, ix.heads}, ix.row_padding))),
+        d_k(forward.memory.add("d_k", sum(device, ix.dtype, ix.d_k_type, {ix.keys, ix.dim},
+                                          ix.d_k_before, ix.row_padding))) {
+    forward.memory.add("d_scores", floats(device, ix.sum_type(), {ix.tokens, ix.topk}, ix.d_scores,
+                                          ix.row_padding));
+    args = forward.memory.arguments<IndexTopkBackward>();
   }
 
   IndexGradients gradients() const {
-    expect_canaries_intact(forward.q, forward.k, forward.weights, forward.begin, forward.end,
-                           forward.indices, forward.lengths, d_scores, d_q, d_weights, d_k);
+    expect_canaries_intact(forward.memory);
     return {d_q.download(), d_weights.download(), d_k.download()};
   }
 
   IndexForwardWork forward;
-  Buffer d_scores, d_q, d_weights, d_k;
+  Buffer &d_q, &d_weights, &d_k;
   IndexTopkBackward args;
 };
 
 inline IndexGradients backward(const Indexer& ix, const Execution& execution) {
   const IndexBackwardWork work(ix, harness::device_of(execution.backend));
-  index_topk_backward(work.args, execution);
+  run_where_taken(work.args, execution);
   return work.gradients();
 }
 
@@ -278,19 +260,21 @@ inline void expect_same_bits(const IndexGradients& actual, const IndexGradients&
   EXPECT_TRUE(same_bits(actual.d_k, expected.d_k));
 }
 
-/// Calls body(backend, shape) for shapes on which properties are tested: an odd one, and for
-/// backends with specialised kernels that of the models.
+/// Calls body(execution, shape) for every kernel and those shapes that it takes: an odd one, and
+/// for backends with specialised kernels that of the models.
 template <class Body>
 void on_each_indexer(const Body& body) {
-  on_each_backend([&](Backend backend) {
+  on_each_kernel("index_topk", [&](const Execution& execution) {
     std::vector<Indexer> shapes = {{}, {.dtype = DType::f32}};
-    if (backend != Backend::reference)
+    if (execution.backend != Backend::reference)
       shapes.push_back({.tokens = 5, .keys = 1500, .heads = 64, .dim = 128, .topk = 512});
     for (const Indexer& shape : shapes) {
+      const IndexForwardWork work(filled(shape, 1), harness::device_of(execution.backend), false);
+      if (!is_taken(work.args, execution)) continue;
       const ::testing::ScopedTrace trace(
           __FILE__, __LINE__,
           fmt::format("{}, {} heads, dim {}", name(shape.dtype), shape.heads, shape.dim));
-      body(backend, shape);
+      body(execution, shape);
     }
   });
 }

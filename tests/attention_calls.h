@@ -98,37 +98,36 @@ inline AttentionOutputs rows_of(const Attention& a, const AttentionOutputs& outp
           part(outputs.max_logits, first * a.heads, count * a.heads)};
 }
 
-inline DType accumulation_type(DType dtype) { return dtype == DType::f64 ? dtype : DType::f32; }
-
 /// Buffers and arguments of a forward call.
 struct AttentionForwardWork {
   AttentionForwardWork(const Attention& a, Device device)
-      : q(floats(device, a.dtype, a.shape({a.tokens, a.heads, a.qk_dim}), a.q, a.row_padding)),
-        kv(floats(device, a.dtype, a.shape({a.keys, a.qk_dim}), a.kv, a.row_padding)),
-        indices(ints(device, a.shape({a.tokens, a.topk}), a.indices, a.row_padding)),
-        lengths(ints(device, a.shape({a.tokens}), a.lengths)),
-        sink(floats(device, accumulation_type(a.dtype), {a.heads}, a.sink)),
-        out(device, a.dtype, a.shape({a.tokens, a.heads, a.v_dim}), a.row_padding),
-        lse(device, accumulation_type(a.dtype), a.shape({a.tokens, a.heads}), a.row_padding) {
-    if (a.wants_max_logits)
-      max_logits = Buffer(device, accumulation_type(a.dtype), a.shape({a.tokens, a.heads}));
-    args = {.q = q.tensor(),
-            .kv = kv.tensor(),
-            .indices = indices.tensor(),
-            .lengths = lengths.tensor(),
-            .sink = sink.tensor(),
-            .out = out.tensor(),
-            .lse = lse.tensor(),
-            .max_logits = max_logits.tensor(),
-            .scale = a.scale};
+      : q(memory.add("q", floats(device, a.dtype, a.shape({a.tokens, a.heads, a.qk_dim}), a.q,
+                                 a.row_padding))),
+        kv(memory.add("kv",
+                      floats(device, a.dtype, a.shape({a.keys, a.qk_dim}), a.kv, a.row_padding))),
+        indices(memory.add("indices",
+                           ints(device, a.shape({a.tokens, a.topk}), a.indices, a.row_padding))),
+        lengths(memory.add("lengths", ints(device, a.shape({a.tokens}), a.lengths))),
+        sink(memory.add("sink", floats(device, accumulation_type(a.dtype), {a.heads}, a.sink))),
+        out(memory.add(
+            "out", Buffer(device, a.dtype, a.shape({a.tokens, a.heads, a.v_dim}), a.row_padding))),
+        lse(memory.add("lse", Buffer(device, accumulation_type(a.dtype),
+                                     a.shape({a.tokens, a.heads}), a.row_padding))),
+        max_logits(memory.add("max_logits", a.wants_max_logits
+                                                ? Buffer(device, accumulation_type(a.dtype),
+                                                         a.shape({a.tokens, a.heads}))
+                                                : Buffer())),
+        args(memory.arguments<SparseAttentionForward>()) {
+    args.scale = a.scale;
   }
 
   AttentionOutputs outputs() const {
-    expect_canaries_intact(q, kv, indices, lengths, sink, out, lse, max_logits);
-    return {out.download(), lse.download(), args.max_logits ? max_logits.download() : Values{}};
+    expect_canaries_intact(memory);
+    return {out.download(), lse.download(), max_logits.download()};
   }
 
-  Buffer q, kv, indices, lengths, sink, out, lse, max_logits;
+  NamedBuffers memory;
+  Buffer &q, &kv, &indices, &lengths, &sink, &out, &lse, &max_logits;
   SparseAttentionForward args;
 };
 
@@ -136,60 +135,46 @@ struct AttentionForwardWork {
 struct AttentionBackwardWork {
   AttentionBackwardWork(const Attention& a, const AttentionOutputs& outputs, Device device)
       : forward(a, device),
-        d_out(
-            floats(device, a.dtype, a.shape({a.tokens, a.heads, a.v_dim}), a.d_out, a.row_padding)),
-        d_lse(floats(device, accumulation_type(a.dtype), a.shape({a.tokens, a.heads}), a.d_lse)),
-        d_q(device, a.dtype, a.shape({a.tokens, a.heads, a.qk_dim}), a.row_padding),
-        d_kv(device, a.dtype == DType::f64 ? DType::f64 : a.d_kv_type, a.shape({a.keys, a.qk_dim}),
-             a.row_padding) {
+        d_out(forward.memory.add(
+            "d_out", floats(device, a.dtype, a.shape({a.tokens, a.heads, a.v_dim}), a.d_out,
+                            a.row_padding))),
+        d_lse(forward.memory.add("d_lse", floats(device, accumulation_type(a.dtype),
+                                                 a.shape({a.tokens, a.heads}), a.d_lse))),
+        d_q(forward.memory.add(
+            "d_q", Buffer(device, a.dtype, a.shape({a.tokens, a.heads, a.qk_dim}), a.row_padding))),
+        d_kv(forward.memory.add(
+            "d_kv", sum(device, a.dtype, a.d_kv_type, a.shape({a.keys, a.qk_dim}), a.d_kv_before,
+                        a.row_padding))),
+        d_sink(forward.memory.add("d_sink", a.sink.empty() ? Buffer()
+                                                           : sum(device, a.dtype, DType::f32,
+                                                                 {a.heads}, a.d_sink_before))),
+        args(forward.memory.arguments<SparseAttentionBackward>()) {
     forward.out.upload(outputs.out);
     forward.lse.upload(outputs.lse);
-    const Values no_d_kv(static_cast<std::size_t>(a.slices() * a.keys * a.qk_dim));
-    // A d_kv that is overwritten is initialised with NaN, so that a missed element shows.
-    if (d_kv.tensor().dtype == accumulation_type(a.dtype))
-      d_kv.upload(a.d_kv_before.empty() ? no_d_kv : a.d_kv_before);
-    if (!a.sink.empty()) {
-      const Values no_d_sink(static_cast<std::size_t>(a.heads));
-      d_sink = floats(device, accumulation_type(a.dtype), {a.heads},
-                      a.d_sink_before.empty() ? no_d_sink : a.d_sink_before);
-    }
-    args = {.q = forward.q.tensor(),
-            .kv = forward.kv.tensor(),
-            .indices = forward.indices.tensor(),
-            .lengths = forward.lengths.tensor(),
-            .sink = forward.sink.tensor(),
-            .out = forward.out.tensor(),
-            .lse = forward.lse.tensor(),
-            .d_out = d_out.tensor(),
-            .d_lse = d_lse.tensor(),
-            .d_q = d_q.tensor(),
-            .d_kv = d_kv.tensor(),
-            .d_sink = d_sink.tensor(),
-            .scale = a.scale,
-            .max_heads_per_pass = a.max_heads_per_pass};
+    args.scale = a.scale;
+    args.max_heads_per_pass = a.max_heads_per_pass;
   }
 
   AttentionGradients gradients() const {
-    expect_canaries_intact(forward.q, forward.kv, forward.indices, forward.lengths, forward.sink,
-                           forward.out, forward.lse, d_out, d_lse, d_q, d_kv, d_sink);
-    return {d_q.download(), d_kv.download(), args.d_sink ? d_sink.download() : Values{}};
+    expect_canaries_intact(forward.memory);
+    return {d_q.download(), d_kv.download(), d_sink.download()};
   }
 
   AttentionForwardWork forward;
-  Buffer d_out, d_lse, d_q, d_kv, d_sink;
+  Buffer &d_out, &d_lse, &d_q, &d_kv, &d_sink;
   SparseAttentionBackward args;
 };
 
 inline AttentionOutputs forward(const Attention& a, const Execution& execution) {
   const AttentionForwardWork work(a, harness::device_of(execution.backend));
-  sparse_attention_forward(work.args, execution);
+  run_where_taken(work.args, execution);
   return work.outputs();
 }
 
 inline AttentionGradients backward(const Attention& a, const AttentionOutputs& outputs,
                                    const Execution& execution) {
   const AttentionBackwardWork work(a, outputs, harness::device_of(execution.backend));
-  sparse_attention_backward(work.args, execution);
+  run_where_taken(work.args, execution);
   return work.gradients();
 }
 
@@ -294,19 +279,35 @@ inline std::vector<Attention> attention_shapes(Backend backend) {
   return shapes;
 }
 
-/// Calls body(backend, attention) for every backend and shape, with and without a sink.
+/// Calls body(attention) for the shapes, with and without a sink, whose call forward takes.
+template <class Body>
+void on_each_shape(std::uint64_t seed, const Execution& execution, const Body& body) {
+  for (const Attention& shape : attention_shapes(execution.backend)) {
+    const Attention a = filled(shape, seed);
+    const AttentionForwardWork work(a, harness::device_of(execution.backend));
+    if (!is_taken(work.args, execution)) continue;
+    const ::testing::ScopedTrace trace(
+        __FILE__, __LINE__,
+        fmt::format("{}, {} heads, qk_dim {}", name(a.dtype), a.heads, a.qk_dim));
+    body(a);
+    const ::testing::ScopedTrace sink_trace(__FILE__, __LINE__, "with a sink");
+    body(with_sink(a, seed));
+  }
+}
+
+/// Calls body(backend, attention) for every backend and shape.
 template <class Body>
 void on_each_attention(std::uint64_t seed, const Body& body) {
   on_each_backend([&](Backend backend) {
-    for (const Attention& shape : attention_shapes(backend)) {
-      const Attention a = filled(shape, seed);
-      const ::testing::ScopedTrace trace(
-          __FILE__, __LINE__,
-          fmt::format("{}, {} heads, qk_dim {}", name(a.dtype), a.heads, a.qk_dim));
-      body(backend, a);
-      const ::testing::ScopedTrace sink_trace(__FILE__, __LINE__, "with a sink");
-      body(backend, with_sink(a, seed));
-    }
+    on_each_shape(seed, on(backend), [&](const Attention& a) { body(backend, a); });
+  });
+}
+
+/// Calls body(execution, attention) for every kernel and the shapes that it takes.
+template <class Body>
+void on_each_attention_kernel(std::uint64_t seed, const Body& body) {
+  on_each_kernel("sparse_attention", [&](const Execution& execution) {
+    on_each_shape(seed, execution, [&](const Attention& a) { body(execution, a); });
   });
 }
 
