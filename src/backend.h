@@ -24,6 +24,16 @@ struct Kernel {
   void (*run)(const Args&, const Execution&) = nullptr;
 };
 
+// For kernels that need no workspace, and for those that take every legal call.
+template <class Args>
+std::size_t no_workspace(const Args&, const Execution&) {
+  return 0;
+}
+template <class Args>
+std::string always_able(const Args&, const Execution&) {
+  return {};
+}
+
 template <class Args>
 using Kernels = std::span<const Kernel<Args>>;
 

@@ -27,20 +27,20 @@
 namespace winnow::tools {
 namespace {
 
-/// What is timed where neither an operator nor a case is asked for.
-struct Listed {
+/// Sizes in which an operator is timed where neither an operator nor a case is asked for; others
+/// are timed on their default case.
+struct Size {
   std::string_view op;
   const char* name_of_case;
   std::int64_t keys = 0;    // 0: the case's
   std::int64_t tokens = 0;  // 0: as many as fit the time
 };
-constexpr Listed kList[] = {
-    {"key_windows", kDefaultCase},      {"window_indices", kDefaultCaseWithWindow},
-    {"index_topk", kDefaultCase, 4096}, {"index_topk", kDefaultCase, 32768},
-    {"sparse_attention", kDefaultCase}, {"sparse_attention", kDefaultCaseWithWindow},
-    {"value_projection", kDefaultCase}, {"index_target", kDefaultCase},
-    {"index_loss", kDefaultCase},       {"dense_index_loss", kDefaultCase, 2048, 2048},
-    {"quantize_fp8", kDefaultCase},
+constexpr Size kSizes[] = {
+    {"index_topk", kDefaultCase, 4096},
+    {"index_topk", kDefaultCase, 32768},
+    {"sparse_attention", kDefaultCase},
+    {"sparse_attention", kDefaultCaseWithWindow},
+    {"dense_index_loss", kDefaultCase, 2048, 2048},
 };
 
 struct Options {
@@ -97,14 +97,19 @@ Plan plan_of(std::string_view op, const harness::Case& c, const Options& options
           .seed = options.seed};
 }
 
-std::vector<Plan> listed_plans(const Options& options) {
+std::vector<Plan> default_plans(const Options& options) {
   std::vector<Plan> plans;
-  for (const Listed& each : kList) {
-    harness::Case c = harness::find_case(each.name_of_case);
-    if (each.keys > 0) c.rows = each.keys;
-    c.tokens = each.tokens > 0 ? each.tokens : std::min(c.tokens, c.rows);
-    Plan& plan = plans.emplace_back(plan_of(each.op, c, options));
-    plan.choose_tokens = plan.choose_tokens && each.tokens == 0;
+  for (const std::string_view op : op_words("")) {
+    const std::size_t before = plans.size();
+    for (const Size& size : kSizes) {
+      if (size.op != op) continue;
+      harness::Case c = harness::find_case(size.name_of_case);
+      if (size.keys > 0) c.rows = size.keys;
+      c.tokens = size.tokens > 0 ? size.tokens : std::min(c.tokens, c.rows);
+      Plan& plan = plans.emplace_back(plan_of(op, c, options));
+      plan.choose_tokens = plan.choose_tokens && size.tokens == 0;
+    }
+    if (plans.size() == before) plans.push_back(plan_of(op, case_word("", op), options));
   }
   return plans;
 }
@@ -117,7 +122,7 @@ std::vector<Plan> plans_of(const Options& options) {
       plans.push_back(plan_of(each.op, each.c, options));
     return plans;
   }
-  if (options.op.empty() && options.name_of_case.empty()) return listed_plans(options);
+  if (options.op.empty() && options.name_of_case.empty()) return default_plans(options);
   for (const std::string_view op : op_words(options.op)) {
     const bool may_lack = options.op.empty();
     if (may_lack && !harness::missing(op, harness::find_case(options.name_of_case)).empty())

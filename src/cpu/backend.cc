@@ -10,8 +10,8 @@
 
 #include "core/refusals.h"
 #include "core/threads.h"
-#include "cpu/ops.h"
 #include "cpu/simd.h"
+#include "kernels.h"
 
 namespace winnow {
 

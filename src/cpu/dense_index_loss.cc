@@ -14,9 +14,9 @@
 #include "core/threads.h"
 #include "core/view.h"
 #include "cpu/index_gradient.h"
-#include "cpu/ops.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
+#include "kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/dense_index_loss.cc"

@@ -8,9 +8,9 @@
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "core/view.h"
-#include "cpu/ops.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
+#include "kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/index_loss.cc"

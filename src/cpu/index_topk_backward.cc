@@ -18,9 +18,9 @@
 #include "core/view.h"
 #include "cpu/index_gradient.h"
 #include "cpu/index_slots.h"
-#include "cpu/ops.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
+#include "kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/index_topk_backward.cc"

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "cpu/documents.h"
-#include "cpu/ops.h"
 #include "cpu/plan.h"
+#include "kernels.h"
 
 namespace winnow::cpu {
 

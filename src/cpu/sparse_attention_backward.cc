@@ -19,10 +19,10 @@
 #include "core/view.h"
 #include "cpu/attention.h"
 #include "cpu/backward_plan.h"
-#include "cpu/ops.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
 #include "cpu/valid_keys.h"
+#include "kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/sparse_attention_backward.cc"

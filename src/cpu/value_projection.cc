@@ -7,9 +7,9 @@
 #include "core/threads.h"
 #include "core/view.h"
 #include "cpu/attention.h"
-#include "cpu/ops.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
+#include "kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/value_projection.cc"

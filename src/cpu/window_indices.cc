@@ -4,8 +4,8 @@
 #include <numeric>
 
 #include "cpu/documents.h"
-#include "cpu/ops.h"
 #include "cpu/plan.h"
+#include "kernels.h"
 
 namespace winnow::cpu {
 

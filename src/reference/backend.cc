@@ -6,7 +6,7 @@
 
 #include "core/refusals.h"
 #include "core/threads.h"
-#include "reference/ops.h"
+#include "kernels.h"
 
 namespace winnow {
 namespace {

@@ -6,11 +6,11 @@
 #include "core/check.h"
 #include "core/rows.h"
 #include "core/threads.h"
+#include "kernels.h"
 #include "reference/divergence.h"
 #include "reference/index_scores.h"
 #include "reference/key_gradients.h"
 #include "reference/linear.h"
-#include "reference/ops.h"
 #include "reference/slots.h"
 #include "reference/softmax.h"
 

@@ -4,9 +4,9 @@
 
 #include "core/rows.h"
 #include "core/threads.h"
+#include "kernels.h"
 #include "reference/divergence.h"
 #include "reference/linear.h"
-#include "reference/ops.h"
 #include "reference/slots.h"
 #include "reference/softmax.h"
 

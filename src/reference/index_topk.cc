@@ -7,9 +7,9 @@
 #include "core/numerics.h"
 #include "core/rows.h"
 #include "core/threads.h"
+#include "kernels.h"
 #include "reference/index_scores.h"
 #include "reference/key_gradients.h"
-#include "reference/ops.h"
 #include "reference/slots.h"
 #include "reference/softmax.h"
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include "kernels.h"
 #include "reference/documents.h"
-#include "reference/ops.h"
 
 namespace winnow::reference {
 

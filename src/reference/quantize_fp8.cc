@@ -5,7 +5,7 @@
 #include "core/numerics.h"
 #include "core/rows.h"
 #include "core/threads.h"
-#include "reference/ops.h"
+#include "kernels.h"
 
 namespace winnow::reference {
 namespace {

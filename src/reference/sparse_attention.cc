@@ -6,9 +6,9 @@
 #include "core/check.h"
 #include "core/rows.h"
 #include "core/threads.h"
+#include "kernels.h"
 #include "reference/key_gradients.h"
 #include "reference/linear.h"
-#include "reference/ops.h"
 #include "reference/slots.h"
 #include "reference/softmax.h"
 

@@ -4,8 +4,8 @@
 #include "core/check.h"
 #include "core/rows.h"
 #include "core/threads.h"
+#include "kernels.h"
 #include "reference/linear.h"
-#include "reference/ops.h"
 
 namespace winnow::reference {
 

@@ -7,8 +7,8 @@
 #include <cuda_runtime_api.h>
 
 #include "harness/device_memory.h"
-#include "tools/timing.h"
 #include "tools/plan/device_limits.h"
+#include "tools/timing.h"
 #include "winnow/error.h"
 
 namespace winnow::plan {

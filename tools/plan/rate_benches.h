@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "harness/cases.h"
-#include "tools/timed_calls.h"
 #include "tools/matrix_product.h"
 #include "tools/plan/rates.h"
+#include "tools/timed_calls.h"
 #include "winnow/execution.h"
 
 namespace winnow::plan {

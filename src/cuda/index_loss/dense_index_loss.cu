@@ -18,7 +18,7 @@
 #include "cuda/index_loss/divergence.cuh"
 #include "cuda/index_loss/head_sum.cuh"
 #include "cuda/index_topk/gradient.cuh"
-#include "cuda/ops.h"
+#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {

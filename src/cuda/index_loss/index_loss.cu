@@ -10,7 +10,7 @@
 #include "cuda/common/block_reduce.cuh"
 #include "cuda/common/runtime.h"
 #include "cuda/index_loss/divergence.cuh"
-#include "cuda/ops.h"
+#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {

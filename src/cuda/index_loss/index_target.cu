@@ -7,7 +7,7 @@
 #include "core/refusals.h"
 #include "cuda/common/softmax.cuh"
 #include "cuda/index_loss/attention_target.cuh"
-#include "cuda/ops.h"
+#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {

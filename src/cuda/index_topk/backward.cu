@@ -6,7 +6,7 @@
 #include "core/refusals.h"
 #include "cuda/common/runtime.h"
 #include "cuda/index_topk/gradient.cuh"
-#include "cuda/ops.h"
+#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {

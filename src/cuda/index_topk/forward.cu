@@ -11,7 +11,7 @@
 
 #include "core/refusals.h"
 #include "cuda/index_topk/kernels.h"
-#include "cuda/ops.h"
+#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "cuda/common/mma.cuh"
 #include "cuda/common/runtime.h"
-#include "cuda/ops.h"
+#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {

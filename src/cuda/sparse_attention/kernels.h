@@ -2,7 +2,7 @@
 // The kernels of sparse_attention; kernels.cc puts them in order.
 #pragma once
 
-#include "cuda/ops.h"
+#include "kernels.h"
 
 namespace winnow::cuda {
 

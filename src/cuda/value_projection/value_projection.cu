@@ -19,7 +19,7 @@
 #include "cuda/common/mma.cuh"
 #include "cuda/common/runtime.h"
 #include "cuda/common/tile_product.cuh"
-#include "cuda/ops.h"
+#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {
