@@ -129,8 +129,11 @@ Choices choices_of(const Options& options) {
 
   Choices choices{c, device, {}};
   const harness::Calls calls = calls_of(op, c, device, kSeed);
-  for (const harness::Call& call : calls.list)
-    choices.list.push_back({call.name, call.explain(execution)});
+  for (const harness::Call& call : calls.list) {
+    const Choice& choice = choices.list.emplace_back(Choice{call.name, call.explain(execution)});
+    // Backward calls read what forward calls write, and their arguments are checked.
+    if (harness::chosen(choice.candidates) != nullptr) call.run(execution);
+  }
   return choices;
 }
 
