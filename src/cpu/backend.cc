@@ -8,10 +8,10 @@
 
 #include <fmt/format.h>
 
+#include "backend_operators.h"
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "cpu/simd.h"
-#include "kernels.h"
 
 namespace winnow {
 

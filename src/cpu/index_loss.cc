@@ -5,12 +5,12 @@
 #include <limits>
 #include <span>
 
+#include "backend_operators.h"
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "core/view.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
-#include "kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/index_loss.cc"

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <span>
 
+#include "backend_operators.h"
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "core/view.h"
@@ -20,7 +21,6 @@
 #include "cpu/index_slots.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
-#include "kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/index_topk_backward.cc"

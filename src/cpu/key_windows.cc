@@ -2,9 +2,9 @@
 // Key windows of packed documents. Not vectorised: a binary search and a few integers per row.
 #include <algorithm>
 
+#include "backend_operators.h"
 #include "cpu/documents.h"
 #include "cpu/plan.h"
-#include "kernels.h"
 
 namespace winnow::cpu {
 

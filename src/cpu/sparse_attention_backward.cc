@@ -14,6 +14,7 @@
 #include <limits>
 #include <vector>
 
+#include "backend_operators.h"
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "core/view.h"
@@ -22,7 +23,6 @@
 #include "cpu/plan.h"
 #include "cpu/simd.h"
 #include "cpu/valid_keys.h"
-#include "kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/sparse_attention_backward.cc"

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <limits>
 
+#include "backend_operators.h"
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "core/view.h"
@@ -18,7 +19,6 @@
 #include "cpu/plan.h"
 #include "cpu/simd.h"
 #include "cpu/valid_keys.h"
-#include "kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/sparse_attention_forward.cc"

@@ -3,13 +3,13 @@
 // and stay in L2.
 #include <algorithm>
 
+#include "backend_operators.h"
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "core/view.h"
 #include "cpu/attention.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
-#include "kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/value_projection.cc"

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <numeric>
 
+#include "backend_operators.h"
 #include "cpu/documents.h"
 #include "cpu/plan.h"
-#include "kernels.h"
 
 namespace winnow::cpu {
 

@@ -4,9 +4,9 @@
 
 #include <fmt/format.h>
 
+#include "backend_operators.h"
 #include "core/refusals.h"
 #include "cuda/common/runtime.h"
-#include "kernels.h"
 
 namespace winnow {
 namespace {

@@ -3,10 +3,10 @@
 // one row per task.
 #include <algorithm>
 
+#include "backend_operators.h"
 #include "core/check.h"
 #include "core/rows.h"
 #include "core/threads.h"
-#include "kernels.h"
 #include "reference/divergence.h"
 #include "reference/index_scores.h"
 #include "reference/key_gradients.h"

@@ -2,9 +2,9 @@
 // The indexer's target, and its KL divergence from the scores over the selected slots.
 #include <algorithm>
 
+#include "backend_operators.h"
 #include "core/rows.h"
 #include "core/threads.h"
-#include "kernels.h"
 #include "reference/divergence.h"
 #include "reference/linear.h"
 #include "reference/slots.h"

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cmath>
 
+#include "backend_operators.h"
 #include "core/check.h"
 #include "core/numerics.h"
 #include "core/rows.h"
 #include "core/threads.h"
-#include "kernels.h"
 #include "reference/index_scores.h"
 #include "reference/key_gradients.h"
 #include "reference/slots.h"

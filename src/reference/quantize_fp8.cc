@@ -2,10 +2,10 @@
 #include <algorithm>
 #include <cmath>
 
+#include "backend_operators.h"
 #include "core/numerics.h"
 #include "core/rows.h"
 #include "core/threads.h"
-#include "kernels.h"
 
 namespace winnow::reference {
 namespace {

@@ -3,10 +3,10 @@
 // winnow/sparse_attention.h.
 #include <algorithm>
 
+#include "backend_operators.h"
 #include "core/check.h"
 #include "core/rows.h"
 #include "core/threads.h"
-#include "kernels.h"
 #include "reference/key_gradients.h"
 #include "reference/linear.h"
 #include "reference/slots.h"

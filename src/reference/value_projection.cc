@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include "backend_operators.h"
 #include "core/check.h"
 #include "core/rows.h"
 #include "core/threads.h"
-#include "kernels.h"
 #include "reference/linear.h"
 
 namespace winnow::reference {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "kernels.h"
+#include "backend_operators.h"
 #include "reference/documents.h"
 
 namespace winnow::reference {

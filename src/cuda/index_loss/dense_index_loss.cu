@@ -12,13 +12,13 @@
 #include <algorithm>
 #include <cmath>
 
+#include "backend_operators.h"
 #include "core/refusals.h"
 #include "cuda/common/softmax.cuh"
 #include "cuda/index_loss/attention_target.cuh"
 #include "cuda/index_loss/divergence.cuh"
 #include "cuda/index_loss/head_sum.cuh"
 #include "cuda/index_topk/gradient.cuh"
-#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {

@@ -6,11 +6,11 @@
 #include <cmath>
 #include <limits>
 
+#include "backend_operators.h"
 #include "core/refusals.h"
 #include "cuda/common/block_reduce.cuh"
 #include "cuda/common/runtime.h"
 #include "cuda/index_loss/divergence.cuh"
-#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {

@@ -4,10 +4,10 @@
 // first.
 #include <cmath>
 
+#include "backend_operators.h"
 #include "core/refusals.h"
 #include "cuda/common/softmax.cuh"
 #include "cuda/index_loss/attention_target.cuh"
-#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {

@@ -3,10 +3,10 @@
 // gradients.
 #include <algorithm>
 
+#include "backend_operators.h"
 #include "core/refusals.h"
 #include "cuda/common/runtime.h"
 #include "cuda/index_topk/gradient.cuh"
-#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {

@@ -9,9 +9,9 @@
 
 #include <cub/block/block_scan.cuh>
 
+#include "backend_operators.h"
 #include "core/refusals.h"
 #include "cuda/index_topk/kernels.h"
-#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {

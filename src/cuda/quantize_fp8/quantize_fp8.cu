@@ -6,9 +6,9 @@
 
 #include <cuda_fp8.h>
 
+#include "backend_operators.h"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/runtime.h"
-#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {

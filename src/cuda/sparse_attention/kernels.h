@@ -2,7 +2,7 @@
 // The kernels of sparse_attention; kernels.cc puts them in order.
 #pragma once
 
-#include "kernels.h"
+#include "backend_operators.h"
 
 namespace winnow::cuda {
 

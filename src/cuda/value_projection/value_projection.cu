@@ -15,11 +15,11 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "backend_operators.h"
 #include "core/refusals.h"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/runtime.h"
 #include "cuda/common/tile_product.cuh"
-#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Key windows of packed documents. A thread finds the document of a row by binary search. The limit
 // is the latency of that search; a batch makes one such call.
+#include "backend_operators.h"
 #include "cuda/windows/documents.cuh"
-#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {

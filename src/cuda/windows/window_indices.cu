@@ -4,8 +4,8 @@
 // A warp makes the list of a row, 32 slots at a time: consecutive rows, then the pool entries in
 // the row's window, compacted by a ballot, then -1. The limit is the bandwidth of writing the
 // lists.
+#include "backend_operators.h"
 #include "cuda/windows/documents.cuh"
-#include "kernels.h"
 
 namespace winnow::cuda {
 namespace {
