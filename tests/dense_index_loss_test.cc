@@ -98,27 +98,16 @@ SparseWay sparse_way(const DenseLoss& d, Backend backend) {
   a.indices = selected.indices;
   AttentionForwardWork work(a, device);
   work.lse.upload(attention.lse);
-  const Buffer target(device, DType::f32, {d.tokens, a.topk});
-  index_target({.q = work.args.q,
-                .kv = work.args.kv,
-                .indices = work.args.indices,
-                .lengths = work.args.lengths,
-                .sink = work.args.sink,
-                .lse = work.args.lse,
-                .target = target.tensor(),
-                .scale = d.scale,
-                .key_offset = d.key_offset},
-               on(backend));
-  const Buffer scores = floats(device, DType::f32, {d.tokens, a.topk}, selected.scores);
-  const Buffer loss(device, DType::f32, {d.tokens});
-  const Buffer d_scores(device, DType::f32, {d.tokens, a.topk});
-  index_loss({.indices = work.args.indices,
-              .lengths = work.args.lengths,
-              .scores = scores.tensor(),
-              .target = target.tensor(),
-              .loss = loss.tensor(),
-              .d_scores = d_scores.tensor()},
-             on(backend));
+  const Shape slots = {d.tokens, a.topk};
+  work.memory.add("target", Buffer(device, DType::f32, slots));
+  auto target = work.memory.arguments<IndexTarget>();
+  target.scale = d.scale;
+  target.key_offset = d.key_offset;
+  run(target, on(backend));
+  work.memory.add("scores", floats(device, DType::f32, slots, selected.scores));
+  const Buffer& loss = work.memory.add("loss", Buffer(device, DType::f32, {d.tokens}));
+  const Buffer& d_scores = work.memory.add("d_scores", Buffer(device, DType::f32, slots));
+  run(work.memory.arguments<IndexLoss>(), on(backend));
 
   ix.indices = selected.indices;
   ix.lengths = selected.lengths;

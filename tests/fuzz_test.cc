@@ -204,29 +204,14 @@ TEST(Refusals, OfNumbers) {
   index.args.order = static_cast<SlotOrder>(2);
   expect_refused([&] { index_topk_forward(index.args); },
                  "index_topk_forward: order 2: must be at most 1");
-  expect_refused(
-      [&] {
-        index_target({.q = work.args.q,
-                      .kv = work.args.kv,
-                      .indices = work.args.indices,
-                      .lengths = {},
-                      .sink = {},
-                      .lse = work.args.lse,
-                      .target = index.args.scores});
-      },
-      "index_target: target f32[5, 8]: tokens must be 6, as in q");
-  const Buffer target({}, DType::f32, {a.tokens, a.topk});
-  expect_refused(
-      [&] {
-        index_target({.q = work.args.q,
-                      .kv = work.args.kv,
-                      .indices = work.args.indices,
-                      .lengths = {},
-                      .sink = {},
-                      .lse = work.args.lse,
-                      .target = target.tensor()});
-      },
-      "index_target: scale 0: must be given, as to sparse_attention");
+  auto target = work.forward.memory.arguments<IndexTarget>();
+  target.target = index.args.scores;
+  expect_refused([&] { index_target(target); },
+                 "index_target: target f32[5, 8]: tokens must be 6, as in q");
+  const Buffer scores({}, DType::f32, {a.tokens, a.topk});
+  target.target = scores.tensor();
+  expect_refused([&] { index_target(target); },
+                 "index_target: scale 0: must be given, as to sparse_attention");
 }
 
 TEST(Refusals, OfOneArgumentBesideAnother) {

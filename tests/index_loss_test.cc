@@ -17,18 +17,13 @@ Values target_of(const Attention& a, const Values& lse, const Execution& executi
   const Device device = harness::device_of(execution.backend);
   AttentionForwardWork work(a, device);
   work.lse.upload(lse);
-  const Buffer target(device, accumulation_type(a.dtype), {a.tokens, a.topk}, a.row_padding);
-  index_target({.q = work.args.q,
-                .kv = work.args.kv,
-                .indices = work.args.indices,
-                .lengths = work.args.lengths,
-                .sink = work.args.sink,
-                .lse = work.args.lse,
-                .target = target.tensor(),
-                .scale = static_cast<float>(a.scale_or_default()),
-                .key_offset = key_offset},
-               execution);
-  expect_canaries_intact(work.q, work.kv, work.indices, work.lengths, work.sink, work.lse, target);
+  const Buffer& target = work.memory.add(
+      "target", Buffer(device, accumulation_type(a.dtype), {a.tokens, a.topk}, a.row_padding));
+  auto args = work.memory.arguments<IndexTarget>();
+  args.scale = static_cast<float>(a.scale_or_default());
+  args.key_offset = key_offset;
+  run(args, execution);
+  expect_canaries_intact(work.memory);
   return target.download();
 }
 

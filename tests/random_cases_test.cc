@@ -52,11 +52,10 @@ harness::Case random_case(std::uint64_t seed) {
 }
 
 void expect_agreement(std::string_view op, std::uint64_t begin, std::uint64_t end) {
-  on_each_backend([&](Backend backend) {
+  on_each_kernel(op, [&](const Execution& execution) {
     for (std::uint64_t seed = begin; seed < end && !::testing::Test::HasFailure(); ++seed) {
       SCOPED_TRACE(fmt::format("seed {}", seed));
-      for (const harness::Report& report :
-           harness::check(op, random_case(seed), {.backend = backend}, seed))
+      for (const harness::Report& report : harness::check(op, random_case(seed), execution, seed))
         EXPECT_TRUE(report.ok) << harness::line(report);
     }
   });
