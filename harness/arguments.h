@@ -76,11 +76,13 @@ class NamedBuffers {
 
   template <Arguments Args>
   Args arguments() const {
-    return harness::arguments<Args>(tensors());
+    return harness::arguments<Args>(
+        [this](std::string_view name, FieldRole) { return find(name).tensor(); });
   }
   template <Arguments Args>
   Args layer_arguments() const {
-    return harness::layer_arguments<Args>(tensors());
+    return harness::layer_arguments<Args>(
+        [this](std::string_view name, FieldRole) { return find(name).tensor(); });
   }
 
   bool canaries_intact() const {
@@ -90,10 +92,6 @@ class NamedBuffers {
   }
 
  private:
-  auto tensors() const {
-    return [this](std::string_view name, FieldRole) { return find(name).tensor(); };
-  }
-
   std::deque<Buffer> buffers_;  // keeps its elements where they are
   std::map<std::string, Buffer*, std::less<>> by_name_;
 };

@@ -108,15 +108,15 @@ struct AttentionForwardWork {
         indices(memory.add("indices",
                            ints(device, a.shape({a.tokens, a.topk}), a.indices, a.row_padding))),
         lengths(memory.add("lengths", ints(device, a.shape({a.tokens}), a.lengths))),
-        sink(memory.add("sink", floats(device, accumulation_type(a.dtype), {a.heads}, a.sink))),
+        sink(memory.add("sink", floats(device, type_of_sums(a.dtype), {a.heads}, a.sink))),
         out(memory.add(
             "out", Buffer(device, a.dtype, a.shape({a.tokens, a.heads, a.v_dim}), a.row_padding))),
-        lse(memory.add("lse", Buffer(device, accumulation_type(a.dtype),
-                                     a.shape({a.tokens, a.heads}), a.row_padding))),
-        max_logits(memory.add("max_logits", a.wants_max_logits
-                                                ? Buffer(device, accumulation_type(a.dtype),
-                                                         a.shape({a.tokens, a.heads}))
-                                                : Buffer())),
+        lse(memory.add("lse", Buffer(device, type_of_sums(a.dtype), a.shape({a.tokens, a.heads}),
+                                     a.row_padding))),
+        max_logits(memory.add(
+            "max_logits", a.wants_max_logits
+                              ? Buffer(device, type_of_sums(a.dtype), a.shape({a.tokens, a.heads}))
+                              : Buffer())),
         args(memory.arguments<SparseAttentionForward>()) {
     args.scale = a.scale;
   }
@@ -138,8 +138,8 @@ struct AttentionBackwardWork {
         d_out(forward.memory.add(
             "d_out", floats(device, a.dtype, a.shape({a.tokens, a.heads, a.v_dim}), a.d_out,
                             a.row_padding))),
-        d_lse(forward.memory.add("d_lse", floats(device, accumulation_type(a.dtype),
-                                                 a.shape({a.tokens, a.heads}), a.d_lse))),
+        d_lse(forward.memory.add(
+            "d_lse", floats(device, type_of_sums(a.dtype), a.shape({a.tokens, a.heads}), a.d_lse))),
         d_q(forward.memory.add(
             "d_q", Buffer(device, a.dtype, a.shape({a.tokens, a.heads, a.qk_dim}), a.row_padding))),
         d_kv(forward.memory.add(

@@ -105,7 +105,7 @@ class CallMaker {
   /// A gradient: of the accumulation type with values, to be added to, or of the activation type
   /// with NaN, to be overwritten.
   void sum(Tensor& tensor, DType activation, const Shape& shape) {
-    const DType sum_type = accumulation_type(activation);
+    const DType sum_type = type_of_sums(activation);
     if (sum_type != activation && perhaps()) return output(tensor, activation, shape);
     numbers(tensor, sum_type, shape, -4, 4, 1.0 / 64).is_output = true;
   }

@@ -29,7 +29,7 @@ struct DenseLoss {
   DType d_index_k_type = DType::f32;
   Values d_index_k_before{};  // empty: zeros
 
-  DType sum_type() const { return accumulation_type(dtype); }
+  DType sum_type() const { return type_of_sums(dtype); }
 };
 
 struct DenseLossOutputs {

@@ -18,7 +18,7 @@ Values target_of(const Attention& a, const Values& lse, const Execution& executi
   AttentionForwardWork work(a, device);
   work.lse.upload(lse);
   const Buffer& target = work.memory.add(
-      "target", Buffer(device, accumulation_type(a.dtype), {a.tokens, a.topk}, a.row_padding));
+      "target", Buffer(device, type_of_sums(a.dtype), {a.tokens, a.topk}, a.row_padding));
   auto args = work.memory.arguments<IndexTarget>();
   args.scale = static_cast<float>(a.scale_or_default());
   args.key_offset = key_offset;

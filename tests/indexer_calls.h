@@ -31,7 +31,7 @@ struct Indexer {
   DType d_k_type = DType::f32;
   Values d_k_before{};  // empty: zeros
 
-  DType sum_type() const { return accumulation_type(dtype); }
+  DType sum_type() const { return type_of_sums(dtype); }
 };
 
 struct Selected {

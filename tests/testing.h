@@ -144,14 +144,15 @@ inline Buffer ints(Device device, const Shape& shape, const Ints& values,
   return buffer;
 }
 
-inline DType accumulation_type(DType dtype) { return dtype == DType::f64 ? dtype : DType::f32; }
+/// The accumulation type beside activations of this type.
+inline DType type_of_sums(DType dtype) { return dtype == DType::f64 ? dtype : DType::f32; }
 
 /// A gradient. Of the accumulation type it is added to, from `before` on, or from zeros without
 /// values; one of `asked` that is overwritten is NaN, so that a missed element shows.
 inline Buffer sum(Device device, DType dtype, DType asked, const Shape& shape, const Values& before,
                   std::int64_t row_padding = 0) {
   Buffer buffer(device, dtype == DType::f64 ? dtype : asked, shape, row_padding);
-  if (buffer.tensor().dtype == accumulation_type(dtype))
+  if (buffer.tensor().dtype == type_of_sums(dtype))
     buffer.upload(before.empty() ? Values(static_cast<std::size_t>(elements(shape))) : before);
   return buffer;
 }
