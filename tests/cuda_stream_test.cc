@@ -181,7 +181,7 @@ TEST_F(OnCuda, DeterministicGradientsAreTheSameBitsAHundredTimes) {
     for (int run = 0; run < 100; ++run) {
       work.d_kv.upload(d_kv_before);
       work.d_sink.upload(d_sink_before);
-      run(work.backward, {.backend = Backend::cuda, .deterministic = true});
+      winnow::run(work.backward, {.backend = Backend::cuda, .deterministic = true});
       if (run == 0) {
         d_kv = work.d_kv.download();
         d_sink = work.d_sink.download();
