@@ -20,7 +20,7 @@ inline constexpr char kDefaultCaseWithWindow[] = "deepseek-v4-flash";
 std::string case_help();
 /// The help of --kernel.
 inline constexpr char kKernelHelp[] =
-    "Run this kernel where an operator has it; info OP lists them. Default: the best that can.";
+    "Run this kernel where an operator has it; info lists the names. Default: the best that can.";
 
 std::string join(const std::vector<std::string_view>& words, std::string_view separator = ", ");
 
