@@ -157,7 +157,7 @@ class Mutator {
 
   Mutation spoil_execution() {
     auto* const memory = static_cast<std::byte*>(workspace_.tensor().data);
-    switch (below(7)) {
+    switch (below(8)) {
       case 0:
         execution_.threads = one_of({-1, kMinInt32, 1025, kMaxInt32, 1, 3, 1024});
         return {fmt::format("threads {}", execution_.threads), {"threads"}};
@@ -181,6 +181,9 @@ class Mutator {
         execution_.workspace = memory;
         execution_.workspace_bytes = static_cast<std::size_t>(workspace_.tensor().shape[0]) * 4;
         return {"workspace ample", {"workspace"}};
+      case 6:
+        execution_.kernel = one_of({"", "loops", "simd", "general", "fast"});
+        return {fmt::format("kernel '{}'", execution_.kernel), {"kernel"}};
       default:
         execution_.workspace_limit =
             one_of({std::size_t{0}, std::size_t{1}, std::size_t{1000}, std::size_t{1} << 20,
