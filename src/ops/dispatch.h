@@ -6,6 +6,7 @@
 // and a line `template struct Operator<Args>;` that makes its functions.
 #pragma once
 
+#include <algorithm>
 #include <span>
 #include <string>
 #include <string_view>
@@ -68,7 +69,9 @@ class Call {
   const Kernel<Args>* choose(std::vector<Candidate>& refusals) const {
     for (const Backend backend : backends_to_try(execution_.backend)) {
       const Offer offer = offer_of(backend);
-      if (!offer.why_not.empty()) refusals.push_back({backend, {}, offer.why_not});
+      if (!offer.why_not.empty() && may_have_kernel(backend)) {
+        refusals.push_back({backend, {}, offer.why_not});
+      }
       for (const Kernel<Args>& kernel : offer.kernels) {
         if (!is_asked_for(kernel.name, execution_)) continue;
         std::string reason = kernel.why_not(first_slice_, execution_);
@@ -126,6 +129,14 @@ class Call {
     if (!reason.empty()) return {std::move(reason), {}};
     const Kernels<Args> kernels = kernels_of<Args>(*find_backend(backend));
     return {kernels.empty() ? refusal::no_such_op : "", kernels};
+  }
+
+  /// Whether the backend's reason counts: of those that are tried one after another only the ones
+  /// with the kernel asked for.
+  bool may_have_kernel(Backend backend) const {
+    if (execution_.kernel == nullptr || execution_.backend != Backend::automatic) return true;
+    const std::vector<std::string_view> names = Operator<Args>::kernels(backend);
+    return std::find(names.begin(), names.end(), execution_.kernel) != names.end();
   }
 
   void check_kernel() const {
