@@ -83,6 +83,14 @@ inline constexpr char takes_positive_scale[] = "takes a positive scale";
 inline constexpr char takes_whole_rows[] = "takes all slots of a row at a time";
 inline constexpr char no_replay[] = "does not replay";
 
+// Of communicators: parts that this build or this machine does not have.
+inline constexpr char part_not_built[] = "{}: {} is not in this build";
+inline constexpr char no_library[] =
+    "nccl_communicator: {} was looked for among the libraries of this process, in LD_LIBRARY_PATH "
+    "and "
+    "in the loader's folders: {}";
+inline constexpr char no_function[] = "nccl_communicator: {} has no {}";
+
 // What explain says of kernels beside the one that was asked for.
 inline constexpr char other_kernel[] = "is not the one that was asked for";
 

@@ -14,6 +14,7 @@
 #include <fmt/format.h>
 
 #include "core/check.h"
+#include "core/refusals.h"
 #include "cuda/common/runtime.h"
 #include "parallel/agreement.h"
 #include "winnow/error.h"
@@ -54,17 +55,13 @@ Nccl open_nccl() {
   constexpr char kLibrary[] = "libnccl.so.2";
   void* const library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
-    throw Error(ErrorCode::unsupported,
-                fmt::format("nccl_communicator: {} was looked for among the libraries of this "
-                            "process, in LD_LIBRARY_PATH and in the loader's folders: {}",
-                            kLibrary, dlerror()));
+    throw Error(ErrorCode::unsupported, fmt::format(refusal::no_library, kLibrary, dlerror()));
   }
   Nccl nccl{};
   const auto find = [&](const char* name, auto& function) {
     void* const symbol = dlsym(library, name);
     if (symbol == nullptr) {
-      throw Error(ErrorCode::unsupported,
-                  fmt::format("nccl_communicator: {} has no {}", kLibrary, name));
+      throw Error(ErrorCode::unsupported, fmt::format(refusal::no_function, kLibrary, name));
     }
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
   };

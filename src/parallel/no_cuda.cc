@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stubs for NCCL and CUDA devices in a build without CUDA.
+#include <fmt/format.h>
+
+#include "core/refusals.h"
 #include "parallel/device.h"
 #include "winnow/error.h"
 #include "winnow/parallel.h"
@@ -8,7 +11,8 @@ namespace winnow {
 namespace {
 
 [[noreturn]] void refuse() {
-  throw Error(ErrorCode::unsupported, "context parallel: CUDA is not in this build");
+  throw Error(ErrorCode::unsupported,
+              fmt::format(refusal::part_not_built, "context parallel", "CUDA"));
 }
 
 }  // namespace
@@ -27,7 +31,8 @@ void upload(Device, void*, const void*, std::size_t, const Execution&) { refuse(
 }  // namespace parallel
 
 std::unique_ptr<Communicator> nccl_communicator(ncclComm*, std::chrono::milliseconds) {
-  throw Error(ErrorCode::unsupported, "nccl_communicator: CUDA is not in this build");
+  throw Error(ErrorCode::unsupported,
+              fmt::format(refusal::part_not_built, "nccl_communicator", "CUDA"));
 }
 
 }  // namespace winnow

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stub for the communicator over MPI in a build without MPI.
+#include <fmt/format.h>
+
+#include "core/refusals.h"
 #include "winnow/error.h"
 #include "winnow/parallel.h"
 
 namespace winnow {
 
 std::unique_ptr<Communicator> mpi_communicator(const void*, std::chrono::milliseconds) {
-  throw Error(ErrorCode::unsupported, "mpi_communicator: MPI is not in this build");
+  throw Error(ErrorCode::unsupported,
+              fmt::format(refusal::part_not_built, "mpi_communicator", "MPI"));
 }
 
 }  // namespace winnow
