@@ -17,8 +17,8 @@
 namespace winnow::tests {
 namespace {
 
-using harness::RankWork;
 using plan::LayerPlan;
+using plan::RankWork;
 
 /// Documents of different lengths, one of them empty, and rows after the last.
 const Ints kOffsets{0, 53, 53, 131, 148};
@@ -50,7 +50,7 @@ void on_real_layers(
         const harness::BatchShards shards(kind.c, {kind.c, kOffsets, {}, {}}, ranks, sharding);
         const ShardedBatch batch{.cu_seqlens = kOffsets, .tokens = kTokens, .shards = shards.rows};
         const std::vector<RankWork> works = rank_works(kind, batch);
-        const harness::WholeKeys whole = whole_keys(kind, batch);
+        const plan::WholeKeys whole = whole_keys(kind, batch);
         harness::on_local_ranks(ranks, [&](Communicator& communicator) {
           const RankWork& work = works[communicator.rank()];
           SCOPED_TRACE(fmt::format("{}, {}, rank {} of {}", kind.name,
@@ -106,7 +106,7 @@ TEST(Plan, WorkIsWhatWindowsAndListsHold) {
 // ---- Without ranks.
 
 plan::PlanRequest request(const char* model, std::int64_t tokens, int ranks) {
-  return {.model = harness::find_model(model),
+  return {.model = plan::find_model(model),
           .cu_seqlens = {0, static_cast<std::int32_t>(tokens)},
           .tokens = tokens,
           .ranks = ranks,
@@ -127,12 +127,12 @@ TEST(Plan, KnowsEveryModelOfTheCases) {
       {"glm-5.2", 78}, {"deepseek-v3.2", 61}, {"deepseek-v4-flash", 43}, {"deepseek-v4-pro", 61}};
   for (const std::string& name : model_names()) {
     std::int64_t sum = 0;
-    for (const LayerKind& kind : harness::find_model(name).kinds) sum += kind.layers;
+    for (const LayerKind& kind : plan::find_model(name).kinds) sum += kind.layers;
     EXPECT_EQ(sum, layers.at(name)) << name;
   }
-  EXPECT_EQ(harness::find_model("deepseek-v4-flash").row_multiple(), 128);
-  EXPECT_EQ(harness::find_model("glm-5.2").row_multiple(), 1);
-  EXPECT_THROW(harness::find_model("glm-5.2-small"), std::invalid_argument);
+  EXPECT_EQ(plan::find_model("deepseek-v4-flash").row_multiple(), 128);
+  EXPECT_EQ(plan::find_model("glm-5.2").row_multiple(), 1);
+  EXPECT_THROW(plan::find_model("glm-5.2-small"), std::invalid_argument);
   EXPECT_THROW(plan::find_gpu("a100"), std::invalid_argument);
 }
 

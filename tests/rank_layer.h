@@ -12,16 +12,16 @@
 #include <string_view>
 #include <vector>
 
-#include "harness/models.h"
-#include "harness/rank_work.h"
 #include "tests/testing.h"
+#include "tools/plan/models.h"
+#include "tools/plan/rank_work.h"
 
 namespace winnow::tests {
 
 using harness::Case;
-using harness::LayerKind;
-using harness::Lists;
-using harness::ShardedBatch;
+using plan::LayerKind;
+using plan::Lists;
+using plan::ShardedBatch;
 
 inline Tensor rows_of(Tensor tensor, std::int64_t first, std::int64_t count) {
   tensor.data =

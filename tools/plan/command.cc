@@ -58,7 +58,7 @@ std::vector<PlanRequest> requests_of(const Options& options) {
   if (!(options.bandwidth > 0) || std::isinf(options.bandwidth))
     throw std::invalid_argument(
         fmt::format("--bandwidth {}: must be GB/s, finite and more than 0", options.bandwidth));
-  const harness::Model model = harness::find_model(options.model);
+  const Model model = find_model(options.model);
   const DeviceRates device =
       options.rates_file.empty() ? find_gpu(options.gpu) : read_rates(options.rates_file);
   std::vector<PlanRequest> requests;

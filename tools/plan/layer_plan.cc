@@ -12,11 +12,7 @@ namespace {
 
 using harness::Case;
 using harness::KeyFlops;
-using harness::LayerKind;
-using harness::Lists;
-using harness::RankWork;
 using harness::Shape;
-using harness::WholeKeys;
 
 constexpr double kSumBytes = 4;  // gradients of keys are fp32 until they are summed over ranks
 

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "harness/memory.h"
-#include "harness/models.h"
-#include "harness/rank_work.h"
+#include "tools/plan/models.h"
+#include "tools/plan/rank_work.h"
 #include "tools/plan/rates.h"
 
 namespace winnow::plan {
@@ -62,7 +62,7 @@ struct LayerPlan {
   std::vector<PlannedCall> calls;
   std::vector<PlannedMessage> messages;
 };
-LayerPlan plan_layer(const harness::LayerKind& kind, const harness::WholeKeys& whole,
-                     const harness::RankWork& work);
+LayerPlan plan_layer(const LayerKind& kind, const WholeKeys& whole,
+                     const RankWork& work);
 
 }  // namespace winnow::plan

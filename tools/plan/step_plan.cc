@@ -9,11 +9,6 @@
 namespace winnow::plan {
 namespace {
 
-using harness::LayerKind;
-using harness::RankWork;
-using harness::ShardedBatch;
-using harness::WholeKeys;
-
 ShardedBatch shard(const PlanRequest& request, Sharding sharding) {
   return {.cu_seqlens = request.cu_seqlens,
           .tokens = request.tokens,

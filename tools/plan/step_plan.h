@@ -13,7 +13,7 @@
 namespace winnow::plan {
 
 struct PlanRequest {
-  harness::Model model;
+  Model model;
   std::vector<std::int32_t> cu_seqlens;
   std::int64_t tokens = 0;  // rows behind the last document are padding
   int ranks = 1;
@@ -47,7 +47,7 @@ struct LayerMemory {
 };
 
 struct PlannedLayer {
-  harness::LayerKind kind;
+  LayerKind kind;
   LayerPlan plan;
   LayerMemory memory;
   Cost forward;

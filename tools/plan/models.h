@@ -9,7 +9,9 @@
 
 #include "harness/cases.h"
 
-namespace winnow::harness {
+namespace winnow::plan {
+
+using harness::Case;
 
 /// Where the index lists of a layer come from.
 enum class Lists : std::int32_t {
@@ -39,4 +41,4 @@ struct Model {
 /// A model of the cases with a model's own geometry. Throws std::invalid_argument for another.
 Model find_model(std::string_view name);
 
-}  // namespace winnow::harness
+}  // namespace winnow::plan

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The layers of the models whose geometry the cases have.
-#include "harness/models.h"
+#include "tools/plan/models.h"
 
 #include <numeric>
 #include <stdexcept>
 
 #include <fmt/format.h>
 
-namespace winnow::harness {
+namespace winnow::plan {
 namespace {
 
 /// Pools of so many rows are all listed; others are selected from.
@@ -33,7 +33,7 @@ int Model::row_multiple() const {
 }
 
 Model find_model(std::string_view name) {
-  const auto geometry = [&]() -> const Case& { return find_case(name); };
+  const auto geometry = [&]() -> const Case& { return harness::find_case(name); };
   if (name == "glm-5.2")  // layers 1, 2, 3, 7, 11, ... 75 select for themselves and those behind
     return {"glm-5.2",
             {{"selecting", 21, Lists::selected, geometry()},
@@ -53,4 +53,4 @@ Model find_model(std::string_view name) {
       "no model '{}': there are glm-5.2, deepseek-v3.2, deepseek-v4-flash, deepseek-v4-pro", name));
 }
 
-}  // namespace winnow::harness
+}  // namespace winnow::plan

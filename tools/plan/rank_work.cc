@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Counts the work of every rank, row by row.
-#include "harness/rank_work.h"
+#include "tools/plan/rank_work.h"
 
 #include <algorithm>
 #include <functional>
 
 #include "winnow/key_windows.h"
 
-namespace winnow::harness {
+namespace winnow::plan {
 namespace {
 
 /// Index keys that each row of the batch may see: rows, or pools of `ratio` rows.
@@ -71,4 +71,4 @@ double imbalance(const std::vector<RankWork>& works) {
   return sum > 0 ? most * static_cast<double>(works.size()) / sum : 1;
 }
 
-}  // namespace winnow::harness
+}  // namespace winnow::plan

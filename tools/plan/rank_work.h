@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "harness/models.h"
+#include "tools/plan/models.h"
 #include "winnow/parallel.h"
 
-namespace winnow::harness {
+namespace winnow::plan {
 
 /// A packed batch and how its rows are cut.
 struct ShardedBatch {
@@ -43,4 +43,4 @@ std::vector<RankWork> rank_works(const LayerKind& kind, const ShardedBatch& batc
 /// shares the indexer takes. 1 where there is nothing to do.
 double imbalance(const std::vector<RankWork>& works);
 
-}  // namespace winnow::harness
+}  // namespace winnow::plan
