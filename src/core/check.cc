@@ -128,20 +128,24 @@ void Check::check(const char* argument, const Tensor& tensor, Dims dims, DTypes 
 
 void Check::bind(const char* argument, const Tensor& tensor, std::string_view name,
                  std::int64_t size) {
-  const auto it =
-      std::find_if(dims_.begin(), dims_.end(), [&](const BoundDim& d) { return d.name == name; });
-  if (it == dims_.end()) {
+  const BoundDim* const dim = find(name);
+  if (dim == nullptr) {
     dims_.push_back({name, size, argument, &tensor});
-  } else if (it->size != size) {
-    fail(argument, winnow::describe(tensor), refusal::dim_differs, name, it->size, it->argument);
+  } else if (dim->size != size) {
+    fail(argument, winnow::describe(tensor), refusal::dim_differs, name, dim->size, dim->argument);
   }
 }
 
-const Check::BoundDim& Check::bound(std::string_view name) const {
-  const auto it =
+const Check::BoundDim* Check::find(std::string_view name) const {
+  const auto found =
       std::find_if(dims_.begin(), dims_.end(), [&](const BoundDim& d) { return d.name == name; });
-  assert(it != dims_.end());
-  return *it;
+  return found == dims_.end() ? nullptr : &*found;
+}
+
+const Check::BoundDim& Check::bound(std::string_view name) const {
+  const BoundDim* const dim = find(name);
+  assert(dim != nullptr);
+  return *dim;
 }
 
 std::int64_t Check::dim(std::string_view name) const { return bound(name).size; }

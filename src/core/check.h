@@ -79,6 +79,7 @@ class Check {
   void check(const char* argument, const Tensor& tensor, Dims dims, DTypes dtypes);
   void bind(const char* argument, const Tensor& tensor, std::string_view name, std::int64_t size);
   const BoundDim& bound(std::string_view name) const;
+  /// Null if no tensor has bound the dimension.
   const BoundDim* find(std::string_view name) const;
 
   std::string_view op_;
