@@ -17,7 +17,8 @@ template <class Args>
 struct Kernel {
   const char* name = nullptr;  // unique among the operator's kernels of a backend
   /// Empty, or why this kernel cannot run a legal call. The answer depends on types, heads,
-  /// dimensions, topk, strides, options and the device, never on the numbers of rows.
+  /// dimensions, topk, strides, options and the device, never on the numbers of rows, unless
+  /// the workspace limit is too small for them.
   std::string (*why_not)(const Args&, const Execution&) = nullptr;
   std::size_t (*workspace_bytes)(const Args&, const Execution&) = nullptr;
   /// A workspace, if given, has at least workspace_bytes.

@@ -119,6 +119,8 @@ FieldEntry entry_of(const Field<Args, Value>& field) {
                    .words = field.words,
                    .default_value = 0};
   if constexpr (!std::is_same_v<Value, Tensor>) {
+    static_assert(std::is_enum_v<Value> || std::is_same_v<Value, float> ||
+                  std::is_same_v<Value, bool> || std::is_same_v<Value, std::int32_t>);
     entry.kind = std::is_enum_v<Value>          ? Kind::words
                  : std::is_same_v<Value, float> ? Kind::f32
                  : std::is_same_v<Value, bool>  ? Kind::boolean

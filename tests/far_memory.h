@@ -67,7 +67,7 @@ class FarTensor {
     return view;
   }
   /// Copies the rows back to `near`.
-  void bring_back() const { transfer(false); }
+  void download_all() const { transfer(false); }
 
  private:
   void transfer(bool out) const {

@@ -379,7 +379,7 @@ TEST(Refusals, OfBackends) {
 }
 
 TEST(Refusals, OfKernels) {
-  expect_forward_refused([](Forward&) {}, "kernel 'fast': must be loops",
+  expect_forward_refused([](Forward&) {}, "kernel 'fast': must be one of loops",
                          {.backend = Backend::reference, .kernel = "fast"});
   const AttentionForwardWork work(filled(Attention{}, 1), {});
   std::vector<std::string> reasons;

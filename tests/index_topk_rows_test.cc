@@ -133,8 +133,8 @@ TEST(IndexTopkRows, MayLiePast31Bits) {
       far.indices = indices.tensor();
       far.scores = scores.tensor();
       run_where_taken(far, execution);
-      indices.bring_back();
-      scores.bring_back();
+      indices.download_all();
+      scores.download_all();
     }
     expect_same_bits(work.selected(), select(ix, execution));
   });
@@ -402,8 +402,8 @@ TEST(IndexTopkBackward, ElementsMayLiePast31Bits) {
       far.d_q = d_q.tensor();
       far.d_k = d_k.tensor();
       run_where_taken(far, deterministic(execution));
-      d_q.bring_back();
-      d_k.bring_back();
+      d_q.download_all();
+      d_k.download_all();
     }
     expect_close(ix, work.gradients(), backward(ix, deterministic(execution)));
   });

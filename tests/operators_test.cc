@@ -182,8 +182,8 @@ TEST(Explain, AKernelThatNoBackendHasIsAnErrorThatListsTheNames) {
         for (const std::string_view name : kernels<Args>(backend)) names.push_back(name);
       }
       const Execution execution{.backend = asked, .kernel = "abacus"};
-      const std::string text =
-          fmt::format("{}: kernel 'abacus': must be {}", Args::kOperator, fmt::join(names, ", "));
+      const std::string text = fmt::format("{}: kernel 'abacus': must be one of {}",
+                                           Args::kOperator, fmt::join(names, ", "));
       EXPECT_EQ(refusal_of([&] { run(args, execution); }), text);
       EXPECT_EQ(refusal_of([&] { (void)why_not(args, execution); }), text);
       EXPECT_EQ(refusal_of([&] { (void)workspace_bytes(args, execution); }), text);

@@ -209,7 +209,7 @@ TEST(SparseAttentionMemory, ElementsMayLiePast31Bits) {
       far.kv = kv.tensor();
       far.out = out.tensor();
       sparse_attention_forward(far, on(backend));
-      out.bring_back();
+      out.download_all();
     }
     expect_close(a, work.outputs(), expected);
 
@@ -224,8 +224,8 @@ TEST(SparseAttentionMemory, ElementsMayLiePast31Bits) {
       far.d_q = d_q.tensor();
       far.d_kv = d_kv.tensor();
       sparse_attention_backward(far, on(backend));
-      d_q.bring_back();
-      d_kv.bring_back();
+      d_q.download_all();
+      d_kv.download_all();
     }
     expect_close(a, gradients.gradients(), expected_gradients);
   });

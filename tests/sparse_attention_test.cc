@@ -308,6 +308,32 @@ TEST(SparseAttention, ABatchIsItsSlices) {
   });
 }
 
+// The first slice alone would suit kernels that load 16 bytes at a time.
+TEST(SparseAttention, SlicesOfABatchMayBeAlignedUnlikeTheFirst) {
+  on_each_backend([](Backend backend) {
+    const Attention batch = filled({.batch = 3,
+                                    .tokens = 2,
+                                    .keys = 5,
+                                    .qk_dim = 576,
+                                    .v_dim = 512,
+                                    .topk = 4,
+                                    .scale = 0.05F},
+                                   23);
+    const Device device = harness::device_of(backend);
+    AttentionForwardWork work(batch, device);
+    const std::int64_t slice = batch.keys * batch.qk_dim;
+    const std::int64_t stride = slice + 4;  // 8 bytes past a multiple of 16
+    Values spread(static_cast<std::size_t>(batch.batch * stride));
+    for (std::int64_t i = 0; i < batch.batch * slice; ++i)
+      spread[i / slice * stride + i % slice] = batch.kv[i];
+    const Buffer kv = floats(device, batch.dtype, {batch.batch * stride}, spread);
+    work.args.kv.data = kv.tensor().data;
+    work.args.kv.stride[0] = stride;
+    sparse_attention_forward(work.args, on(backend));
+    expect_close(batch, work.outputs(), plain_attention(batch));
+  });
+}
+
 TEST(SparseAttention, RepeatsGiveTheSameBits) {
   on_each_attention_kernel(21, [](const Execution& execution, const Attention& a) {
     const AttentionOutputs first = forward(a, execution);

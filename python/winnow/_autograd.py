@@ -29,7 +29,7 @@ class Run(NamedTuple):
 def forward_options(run: "Run | AttentionOptions") -> dict[str, Any]:
     """The options that are not default, since torch spends time on each keyword."""
     options: dict[str, Any] = {}
-    if run.backend:
+    if run.backend is not None:
         options["backend"] = run.backend
     if run.kernel:
         options["kernel_name"] = run.kernel

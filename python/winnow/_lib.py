@@ -240,7 +240,10 @@ class Operator:
         tensors = map(given.get, self._tensor_names)
         objects = self._tensor_objects.pack(*[0 if x is None else id(x) for x in tensors])
         offsets = self._tensor_offsets
-        if _view_objects(view, objects, offsets, len(self._tensor_names), memory):
+        try:
+            if _view_objects(view, objects, offsets, len(self._tensor_names), memory):
+                return None
+        except Exception:  # of torch, for a tensor that DLPack cannot describe
             return None
         for field in self._numbers:
             value = given.get(field.name)

@@ -445,7 +445,7 @@ def _check_keys(
     if must_have is not None and has != must_have:
         raise ValueError(
             f"{function}: {name} of {has} rows: must have {must_have}, those of all ranks, as"
-            " gather_keys brings them"
+            " gather_keys returns them"
         )
 
 

@@ -36,6 +36,14 @@ def _workspace(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
+def _threads() -> int:
+    return min(torch.get_num_threads(), 1024)  # the most that the library accepts
+
+
+def _deterministic(asked: bool) -> bool:
+    return asked or torch.are_deterministic_algorithms_enabled()
+
+
 def _operator(inputs: str, outputs: str, struct: str | None = None, **constants: Any):
     """Registers torch.ops.winnow.<name> for a function of that name which allocates the outputs.
 
@@ -72,8 +80,8 @@ def _operator(inputs: str, outputs: str, struct: str | None = None, **constants:
                 backend,
                 kernel_name,
                 torch.cuda.current_stream(device).cuda_stream if args[0].is_cuda else 0,
-                torch.get_num_threads(),
-                deterministic or torch.are_deterministic_algorithms_enabled(),
+                _threads(),
+                _deterministic(deterministic),
             )
             return results
 
@@ -105,10 +113,15 @@ class _Asking(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace != "winnow":
             return func(*args, **(kwargs or {}))
-        options = dict(kwargs or {})
-        kernel = options.pop("kernel_name", "")
-        execution = _lib.execution(threads=torch.get_num_threads(), kernel=kernel, **options)
         op, describe = _calls[func._opname]
+        options = dict(kwargs or {})
+        execution = _lib.execution(
+            backend=options.get("backend", "automatic"),
+            kernel=options.get("kernel_name", ""),
+            threads=_threads(),
+            deterministic=_deterministic(options.get("deterministic", False)),
+            owner=op,
+        )
         results, fields = describe(*args)
         known = _lib.operators[op].fields
         fields = {name: value for name, value in fields.items() if name in known}

@@ -97,7 +97,7 @@ inline constexpr char other_kernel[] = "is not the one that was asked for";
 // Running out of memory.
 inline constexpr char no_workspace[] = "cannot allocate a workspace of {} bytes";
 
-/// Those that every machine can give.
+/// Those that a call can get on every machine, whatever memory it has.
 inline constexpr std::array<const char*, 45> all = {absent,
                                                     rank,
                                                     rank_of_x,

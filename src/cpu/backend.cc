@@ -14,9 +14,6 @@
 #include "cpu/simd.h"
 
 namespace winnow {
-
-extern const BackendTable cpu_backend;
-
 namespace {
 
 constexpr std::size_t kAlignment = Scratch::kAlignment;

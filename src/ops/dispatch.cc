@@ -76,7 +76,8 @@ void check_kernel_name(std::string_view op, std::string_view kernel,
                        const std::vector<std::string_view>& names) {
   // Where no backend offers any kernel, the refusals of the backends say more.
   if (names.empty() || std::find(names.begin(), names.end(), kernel) != names.end()) return;
-  Check(op).fail("kernel", fmt::format("'{}'", kernel), refusal::one_of, fmt::join(names, ", "));
+  Check(op).fail("kernel", fmt::format("'{}'", kernel), refusal::one_of,
+                 fmt::format("one of {}", fmt::join(names, ", ")));
 }
 
 std::string sentences(const std::vector<Candidate>& candidates) {

@@ -74,7 +74,7 @@ class Call {
       }
       for (const Kernel<Args>& kernel : offer.kernels) {
         if (!is_asked_for(kernel.name, execution_)) continue;
-        std::string reason = kernel.why_not(first_slice_, execution_);
+        std::string reason = why_not(kernel);
         if (reason.empty()) return &kernel;
         refusals.push_back({backend, kernel.name, std::move(reason)});
       }
@@ -97,10 +97,9 @@ class Call {
       const Offer offer = offer_of(backend);
       if (!offer.why_not.empty()) candidates.push_back({backend, {}, offer.why_not});
       for (const Kernel<Args>& kernel : offer.kernels) {
-        candidates.push_back({backend, kernel.name,
-                              is_asked_for(kernel.name, execution_)
-                                  ? kernel.why_not(first_slice_, execution_)
-                                  : refusal::other_kernel});
+        candidates.push_back(
+            {backend, kernel.name,
+             is_asked_for(kernel.name, execution_) ? why_not(kernel) : refusal::other_kernel});
       }
     }
     return candidates;
@@ -111,9 +110,10 @@ class Call {
   }
 
   void run(const Kernel<Args>& kernel) const {
+    const std::int64_t slices = slice_count(call_.args);
+    if (slices == 0) return;
     const Execution execution =
         with_workspace(Args::kOperator, execution_, workspace_bytes(kernel));
-    const std::int64_t slices = slice_count(call_.args);
     for (std::int64_t b = 0; b < slices; ++b) kernel.run(slice_of(call_.args, b), execution);
   }
 
@@ -123,6 +123,13 @@ class Call {
     std::string why_not;  // empty if there are kernels
     Kernels<Args> kernels;
   };
+
+  /// All slices have one shape, but only the second shows how the stride of the batch aligns them.
+  std::string why_not(const Kernel<Args>& kernel) const {
+    std::string reason = kernel.why_not(first_slice_, execution_);
+    if (!reason.empty() || slice_count(call_.args) < 2) return reason;
+    return kernel.why_not(slice_of(call_.args, 1), execution_);
+  }
 
   Offer offer_of(Backend backend) const {
     std::string reason = winnow::why_not(backend, call_.device);
@@ -148,7 +155,7 @@ class Call {
   }
 
   Checked<Args> call_;
-  Args first_slice_;  // it speaks for all where kernels are asked: they have one shape
+  Args first_slice_;
   Execution execution_;
 };
 

@@ -62,7 +62,6 @@ struct LayerPlan {
   std::vector<PlannedCall> calls;
   std::vector<PlannedMessage> messages;
 };
-LayerPlan plan_layer(const LayerKind& kind, const WholeKeys& whole,
-                     const RankWork& work);
+LayerPlan plan_layer(const LayerKind& kind, const WholeKeys& whole, const RankWork& work);
 
 }  // namespace winnow::plan

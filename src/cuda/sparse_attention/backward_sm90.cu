@@ -136,6 +136,7 @@ struct OrderedPlan {
 OrderedPlan plan_in_order(const SparseAttentionBackward& args, const Execution& execution) {
   OrderedPlan plan{};
   if (!execution.deterministic) return plan;
+  const DeviceGuard guard(args.q.device);  // the size of the sort depends on the device
   if (args.d_sink) {
     plan.d_sink_bytes = static_cast<std::size_t>(args.q.shape[0] * args.q.shape[1]) * sizeof(float);
   }

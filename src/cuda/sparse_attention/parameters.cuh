@@ -31,7 +31,7 @@ struct ForwardParameters {
   std::int64_t max_logits_stride;
   std::int32_t heads, keys, topk;
   std::int32_t head_groups;
-  std::int32_t items;  // tokens * head_groups, for kernels that refuse more than an int can count
+  std::int32_t items;  // tokens * head_groups; an out of more than 2^31 would pass a terabyte
   float scale_log2;    // scale * log2(e)
   std::int64_t tokens;
   std::int32_t qk_dim, v_dim;
@@ -112,7 +112,7 @@ struct BackwardParameters {
 };
 
 /// The parameters of Hopper's backward kernel, beside the tensor maps of q and d_out. Sizes are
-/// 32-bit numbers here; why_not refuses what they cannot count.
+/// 32-bit numbers here: tensors with more rows would pass a terabyte.
 template <class T>
 struct BackwardSm90Parameters {
   const T* kv;                  // [keys, qk_dim]
