@@ -15,7 +15,6 @@
 #include "harness/backends.h"
 #include "harness/cases.h"
 #include "harness/families.h"
-#include "tests/sanitized.h"
 #include "tests/simd_targets.h"
 
 namespace winnow::tests {
@@ -29,11 +28,10 @@ struct Checked {
   const harness::Case* c;
 };
 
-/// Cases at the size of a model are for GPUs only; large cases are skipped where sanitizers or a
-/// slow SIMD target would make them take too long.
+/// Cases at the size of a model are for GPUs only, and large cases for the best SIMD target.
 bool fits_the_time(Backend backend, std::int64_t target, const harness::Case& c) {
   if (c.full) return backend == Backend::cuda;
-  return !c.slow || (!kSanitized && target == 0);
+  return !c.slow || target == 0;
 }
 
 /// The SIMD targets to test; 0 means the default, which is the best one.
@@ -53,14 +51,15 @@ std::vector<const char*> kernels_of(std::string_view op, Backend backend) {
   return kernels.size() > 1 ? kernels : std::vector<const char*>{nullptr};
 }
 
-std::vector<Checked> all_checks() {
+std::vector<Checked> all_checks(bool slow) {
   std::vector<Checked> checks;
   for (const Backend backend : harness::usable_backends())
     for (const std::int64_t target : targets_of(backend))
       for (const std::string_view op : harness::ops())
         for (const char* const kernel : kernels_of(op, backend))
           for (const harness::Case& c : harness::cases())
-            if (fits_the_time(backend, target, c) && harness::missing(op, c).empty())
+            if ((c.slow || c.full) == slow && fits_the_time(backend, target, c) &&
+                harness::missing(op, c).empty())
               checks.push_back({backend, target, kernel, op, &c});
   return checks;
 }
@@ -78,10 +77,8 @@ std::string test_name(const ::testing::TestParamInfo<Checked>& info) {
   return text;
 }
 
-class Harness : public ::testing::TestWithParam<Checked> {};
-
-TEST_P(Harness, FindsNoError) {
-  const auto& [backend, target, kernel, op, c] = GetParam();
+void expect_no_error(const Checked& checked) {
+  const auto& [backend, target, kernel, op, c] = checked;
   const OnSimdTarget on_target(target);
   ASSERT_TRUE(target == 0 || on_target.reaches_the_backend());
   const std::vector<harness::Report> reports =
@@ -116,6 +113,13 @@ TEST(Families, HaveTheKernelsOfTheirOperators) {
       EXPECT_FALSE(harness::kernels_of(op, backend).empty()) << op << " on " << name(backend);
 }
 
+class Harness : public ::testing::TestWithParam<Checked> {};
+class SlowHarness : public Harness {};
+
+TEST_P(Harness, FindsNoError) { expect_no_error(GetParam()); }
+
+TEST_P(SlowHarness, FindsNoError) { expect_no_error(GetParam()); }
+
 TEST(SimdTargets, OfTheBackendCanBeChosen) {
   // There is at least plain C++ in addition to the best target.
   EXPECT_GE(simd_targets().size(), 2U) << "Highway of the tests is not that of the library";
@@ -124,7 +128,8 @@ TEST(SimdTargets, OfTheBackendCanBeChosen) {
   EXPECT_EQ(describe(Backend::cpu), best);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Harness, ::testing::ValuesIn(all_checks()), test_name);
+INSTANTIATE_TEST_SUITE_P(All, Harness, ::testing::ValuesIn(all_checks(false)), test_name);
+INSTANTIATE_TEST_SUITE_P(All, SlowHarness, ::testing::ValuesIn(all_checks(true)), test_name);
 
 }  // namespace
 }  // namespace winnow::tests

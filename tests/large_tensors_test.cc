@@ -88,7 +88,7 @@ struct Places {
   std::vector<std::int64_t> list;
 };
 
-TEST(LargeTensors, OfAttentionAreReadAndWrittenPast31Bits) {
+TEST(SlowLargeTensors, OfAttentionAreReadAndWrittenPast31Bits) {
   Attention a = filled({.tokens = 5,
                         .keys = 40,
                         .heads = 64,
@@ -139,7 +139,7 @@ TEST(LargeTensors, OfAttentionAreReadAndWrittenPast31Bits) {
   expect_close(a, gradients.gradients(), expected_gradients);
 }
 
-TEST(LargeTensors, OfTheIndexerAreReadAndWrittenPast31Bits) {
+TEST(SlowLargeTensors, OfTheIndexerAreReadAndWrittenPast31Bits) {
   Indexer ix = filled_exactly({.tokens = 5, .keys = 24, .heads = 32, .dim = 128, .topk = 4}, 2);
   const Places places(ix.heads * ix.dim);
   const std::string reason = why_not_large(places.rows * ix.heads * ix.dim * 2);  // of d_q

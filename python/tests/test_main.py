@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import winnow
-from winnow import _bench, _check, functional
+from winnow import _bench, _check, _lib, functional
 from winnow.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +88,8 @@ def test_bad_words_have_exit_code_2(capsys, words):
 def test_a_backend_that_is_not_here_is_named(capsys):
     with pytest.raises(SystemExit):
         main(["check", "--backend", "cuda"])
-    assert "the cuda backend is not in this build" in capsys.readouterr().err
+    reason = _lib.backend_why_not("cuda")
+    assert "cuda" in reason and reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/automodel.md"])
