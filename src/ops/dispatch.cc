@@ -102,11 +102,12 @@ std::string why_not(Backend backend) {
 std::string why_not(Backend backend, Device device) {
   const BackendTable* const table = find_backend(backend);
   if (table == nullptr) return refusal::not_built;
+  std::string reason = table->why_not();
+  if (!reason.empty()) return reason;
   if (table->reaches != device.kind) {
     return fmt::format(refusal::device_out_of_reach, describe(device));
   }
-  std::string reason = table->why_not();
-  return reason.empty() ? table->why_not_device(device) : reason;
+  return table->why_not_device(device);
 }
 
 std::string describe(Backend backend) {
