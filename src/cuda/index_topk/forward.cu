@@ -48,7 +48,7 @@ Sizes sizes_of(const IndexTopkForward& args, int rows_per_group, const Execution
   sizes.groups = (args.q.shape[0] + rows_per_group - 1) / rows_per_group;
   const std::int64_t keys = args.k.shape[0];
   sizes.group_tiles = keys == 0 ? 0 : (keys + kTileKeys - 1) / kTileKeys + 1;
-  sizes.tile_bytes = std::int64_t{rows_per_group} * kTileKeys * 4;
+  sizes.tile_bytes = std::int64_t{rows_per_group} * kTileFloats * 4;
   sizes.scratch = select_scratch(args);
   sizes.magnitudes = has_whole_windows(args) ? keys : 0;
   sizes.done = has_whole_windows(args) ? args.q.shape[0] : 0;

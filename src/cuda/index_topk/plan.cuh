@@ -4,6 +4,9 @@
 // bounded size; what does not fit is left to the next chunk. The plan is made on the device, from
 // the windows.
 //
+// Behind its scores a row has a sample of them, for the selection: of each 32 neighbouring keys,
+// two that are 8 apart. Scores and sample of keys outside of the row's window are anything.
+//
 // A group that has tiles counts one more, its set-up tile, for the time that a thread block spends
 // on starting a group: on Hopper that takes about as long as a tile, so that equal counts are equal
 // work. The set-up tile's place in the buffer, after the group's scores, stays empty.
@@ -16,13 +19,15 @@
 namespace winnow::cuda::index_topk {
 
 inline constexpr int kTileKeys = 128;
+inline constexpr int kTileSample = 6;  // scores of a row and a tile that are in the sample
+inline constexpr int kTileFloats = kTileKeys + kTileSample;
 inline constexpr int kMaxRowsPerGroup = 8;
 
 struct Plan {
   std::int64_t* first_tile;   // [groups + 1]: the number of tiles in earlier groups
   std::int32_t* first_key;    // [groups]: a multiple of 4
   std::int32_t* first_group;  // [chunks + 1]
-  float* scores;              // of one chunk
+  float* scores;              // of one chunk, with their samples
   const std::int32_t* begin;  // [tokens]
   const std::int32_t* end;    // [tokens]
   const std::uint8_t* done;   // [tokens], or null: whether the row has its slots already
@@ -33,18 +38,34 @@ struct Plan {
   int keys;
   int rows_per_group;
 
-  /// The group's scores in the buffer: rows_per_group rows of row_width each.
+  /// The group's scores in the buffer: rows_per_group rows of tiles(group) tiles.
   __device__ float* scores_of_group(std::int64_t group, int chunk) const {
-    return scores + (first_tile[group] - chunk * chunk_tiles) * kTileKeys * rows_per_group;
+    return scores + (first_tile[group] - chunk * chunk_tiles) * kTileFloats * rows_per_group;
   }
-  /// Scores from one row to the next, of a group that has tiles.
-  __device__ std::int64_t row_width(std::int64_t group) const {
-    return (first_tile[group + 1] - first_tile[group] - 1) * kTileKeys;
+  /// The sample of a group with so many tiles, from its first score on: rows as those of scores.
+  __device__ std::int64_t sample_offset(std::int64_t tiles) const {
+    return tiles * kTileKeys * rows_per_group;
+  }
+  /// Tiles of a group that has some, without the set-up tile.
+  __device__ std::int64_t tiles(std::int64_t group) const {
+    return first_tile[group + 1] - first_tile[group] - 1;
   }
   __device__ bool is_done(std::int64_t t) const { return done != nullptr && done[t] != 0; }
   __device__ int window_begin(std::int64_t t) const { return within_keys(begin[t]); }
   __device__ int window_end(std::int64_t t) const { return within_keys(end[t]); }
   __device__ int within_keys(int key) const { return min(max(key, 0), keys); }
+};
+
+/// Which keys of a tile are in the sample: of three in eight blocks of 16 keys, key `row` and key
+/// `row` + 8. Blocks take turns from tile to tile, and the row is as good as random, so that the
+/// sample is spread evenly and no pattern of the scores misleads.
+struct Sampled {
+  int place;  // of the first one, in the tile's sample; the second stands behind it
+  int row;    // 0 to 7
+  __device__ Sampled(int tile, int block)
+      : place(3 * (tile + block) % 8 * 2),
+        row(static_cast<int>((static_cast<unsigned>(tile) * 8 + block) * 0x9e37'79b1u >> 29)) {}
+  __device__ bool any() const { return place < kTileSample; }
 };
 
 /// max(x, 0) that keeps NaN.

@@ -23,17 +23,12 @@ __device__ T* held(T* pointer) {
   return static_cast<T*>(__cvta_global_to_generic(address));
 }
 
-__device__ inline void spread(float4 four, float* scores) {
-  scores[0] = four.x;
-  scores[1] = four.y;
-  scores[2] = four.z;
-  scores[3] = four.w;
-}
-
 struct Row {
   const float* scores;  // from key `first` on
   int first;            // a multiple of 4
   int begin, end;       // the window
+  const float* sample;  // of the tiles that lie in the window; aligned to two
+  std::uint32_t sample_count;
   __device__ std::uint32_t count() const { return static_cast<std::uint32_t>(end - first); }
   /// Whether the key first + i is in the window.
   __device__ bool sees(std::uint32_t i) const {
@@ -48,25 +43,27 @@ struct Row {
     if (!sees(i + 3)) four.w = no_score();
     return four;
   }
-  /// Loads four neighbours from each place(b), without looking at any before all loads are issued;
-  /// `in_window` masks them.
-  template <int kCount, class Place>
-  __device__ void load(float4 (&fours)[kCount], Place place) const {
-#pragma unroll
-    for (int b = 0; b < kCount; ++b) {
-      const std::uint32_t i = place(b);
-      fours[b] = i < count() ? __ldcg(reinterpret_cast<const float4*>(scores + i)) : float4{};
-    }
+  __device__ float4 four_scores(std::uint32_t i) const {
+    return __ldcg(reinterpret_cast<const float4*>(scores + i));
   }
 };
 
 /// The row's scores and window.
 __device__ inline Row row_of(const Plan& plan, int chunk, std::int64_t t) {
   const std::int64_t group = t / plan.rows_per_group;
+  const std::int64_t tiles = plan.tiles(group);
   const int first = plan.first_key[group];
-  Row row{plan.scores_of_group(group, chunk) + t % plan.rows_per_group * plan.row_width(group),
-          first, plan.window_begin(t), plan.window_end(t)};
+  const std::int64_t number = t % plan.rows_per_group;  // in its group
+  const float* const scores = plan.scores_of_group(group, chunk);
+  Row row{.scores = scores + number * tiles * kTileKeys,
+          .first = first,
+          .begin = plan.window_begin(t),
+          .end = plan.window_end(t)};
   if (row.end <= row.begin) row.end = row.begin = first;
+  const int first_tile = (row.begin - first + kTileKeys - 1) / kTileKeys;
+  const int end_tile = max((row.end - first) / kTileKeys, first_tile);
+  row.sample = scores + plan.sample_offset(tiles) + (number * tiles + first_tile) * kTileSample;
+  row.sample_count = static_cast<std::uint32_t>(end_tile - first_tile) * kTileSample;
   // Nothing before the window is read but the rest of its first four neighbours.
   const int skipped = (row.begin - first) / 4 * 4;
   row.scores = held(row.scores + skipped);

@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_previous_grid();
   for (Share share(plan, chunk, blockIdx.x, gridDim.x, threadIdx.x % 32); !share.empty();
        share.next_group()) {
-    const std::int64_t width = plan.row_width(share.group());
+    const std::int64_t tiles = plan.tiles(share.group());
     float* const scores_of_rows = plan.scores_of_group(share.group(), chunk);
     const int first_key = plan.first_key[share.group()];
     for (int tile = share.first_tile_of_group(); tile < share.end_tile_of_group(); ++tile) {
@@ -251,8 +251,14 @@ __global__ void __launch_bounds__(kThreads)
       for (int r = 0; r < plan.rows_per_group; ++r) {
         const std::int64_t t = share.group() * plan.rows_per_group + r;
         if (t >= plan.tokens) break;
-        float* const row = scores_of_rows + r * width + first;
-        scores.row(t, [&](int i, float score) { row[i] = score; });
+        float* const row = scores_of_rows + r * tiles * kTileKeys;
+        float* const sample =
+            scores_of_rows + plan.sample_offset(tiles) + (r * tiles + tile) * kTileSample;
+        scores.row(t, [&](int i, float score) {
+          row[first + i] = score;
+          const Sampled sampled(tile, i / 16);
+          if (sampled.any() && i % 8 == sampled.row) sample[sampled.place + i % 16 / 8] = score;
+        });
       }
     }
   }

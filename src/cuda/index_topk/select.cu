@@ -23,12 +23,16 @@ __device__ int select_whole(const Row& row, const Slots& slots) {
   int written = 0;
   for (std::uint32_t base = 0; base < row.count(); base += kLoads * kBlockKeys) {
     float4 fours[kLoads];
-    row.load(fours, [&](int b) { return base + b * kBlockKeys + own; });
 #pragma unroll
     for (int b = 0; b < kLoads; ++b) {
       const std::uint32_t place = base + b * kBlockKeys + own;
-      float scores[4];
-      spread(row.in_window(fours[b], place), scores);
+      fours[b] = place < row.count() ? row.four_scores(place) : float4{};
+    }
+#pragma unroll
+    for (int b = 0; b < kLoads; ++b) {
+      const std::uint32_t place = base + b * kBlockKeys + own;
+      const float4 four = row.in_window(fours[b], place);
+      const float scores[4] = {four.x, four.y, four.z, four.w};
       std::uint32_t selected = 0;
 #pragma unroll
       for (int j = 0; j < 4; ++j) selected += can_be_selected(scores[j]) ? 1 : 0;
@@ -142,22 +146,24 @@ __global__ void __launch_bounds__(kThreads, kEach > 16 ? 2 : 4)
   const Rows rows{plan.first_group[chunk] * group_rows,
                   min(plan.first_group[chunk + 1] * group_rows, plan.tokens)};
   select_whole_rows(plan, chunk, outputs, rows);
-  // The block takes every gridDim.x-th of the other rows. All of its warps examine the same 32 rows
-  // at a time.
+  // The block takes every gridDim.x-th of the other rows, from the last one on, whose scores were
+  // written last and are still in L2. All of its warps examine the same 32 rows at a time.
   const std::int64_t step = gridDim.x;
-  for (std::int64_t first = rows.first + blockIdx.x; first < rows.end; first += 32 * step) {
-    const std::int64_t t = first + threadIdx.x % 32 * step;
-    unsigned own =
-        __ballot_sync(kAllLanes, t < rows.end && !plan.is_done(t) && !is_whole(plan, outputs, t));
+  for (std::int64_t last = rows.end - 1 - blockIdx.x; last >= rows.first; last -= 32 * step) {
+    const std::int64_t t = last - threadIdx.x % 32 * step;
+    unsigned own = __ballot_sync(
+        kAllLanes, t >= rows.first && !plan.is_done(t) && !is_whole(plan, outputs, t));
     for (; own != 0; own &= own - 1) {
       const int number = __ffs(static_cast<int>(own)) - 1;
-      select_row(shared, plan, chunk, outputs, first + number * step);
+      select_row(shared, plan, chunk, outputs, last - number * step);
     }
   }
 }
 
-/// Whether 4096 candidates are enough; the guess gives more candidates than slots.
-bool has_few_slots(const IndexTopkForward& args) { return args.indices.shape[1] <= 2560; }
+/// Whether 4096 candidates are enough.
+bool has_few_slots(const IndexTopkForward& args) {
+  return args.indices.shape[1] <= kMostGuessed<16>;
+}
 
 std::int64_t blocks_of(const IndexTopkForward& args) {
   const int at_once = has_few_slots(args) ? 4 : 2;

@@ -37,16 +37,23 @@ __device__ inline void load_weights(float (&weights)[kColumns / 4], const float 
   }
 }
 
-/// Where the scores of the next tile go, for each query that a lane holds.
 template <int kHeads>
-using Targets = float * [kColumns / kHeads / 4];
+inline constexpr int kLaneQueries = kColumns / kHeads / 4;  // that a lane holds
 
-/// Stores sum_h weights * max(products, 0) of this warp's 16 keys and all queries. kPadded: there
-/// are fewer than kHeads heads; columns without a head are left out, because their zeros times an
-/// infinite key would be NaN.
+/// Where a lane stores what it has of the next tile.
+template <int kHeads>
+struct Targets {
+  float* scores[kLaneQueries<kHeads>];
+  float* sample[kLaneQueries<kHeads>];
+};
+
+/// Stores sum_h weights * max(products, 0) of this warp's 16 keys and all queries, and the sample
+/// of them. kPadded: there are fewer than kHeads heads; columns without a head are left out,
+/// because their zeros times an infinite key would be NaN.
 template <int kHeads, bool kPadded>
 __device__ void store_scores(float (&products)[128], const float (&weights)[kColumns / 4],
-                             const float (&scale)[2], int heads, Targets<kHeads>& to) {
+                             const float (&scale)[2], int heads, const Sampled& sampled,
+                             Targets<kHeads>& to) {
   float sums[2][2] = {};  // [neighbouring columns][key rows lane / 4 and lane / 4 + 8]
 #pragma unroll
   for (int i = 0; i < kColumns / 8; ++i) {
@@ -60,16 +67,27 @@ __device__ void store_scores(float (&products)[128], const float (&weights)[kCol
       }
     }
   }
-  constexpr int kLaneQueries = kColumns / kHeads / 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    if constexpr (kLaneQueries == 1) sums[0][half] += sums[1][half];
+    if constexpr (kLaneQueries<kHeads> == 1) sums[0][half] += sums[1][half];
 #pragma unroll
-    for (int query = 0; query < kLaneQueries; ++query)
-      to[query][8 * half] = sums[query][half] * scale[half];
+    for (int query = 0; query < kLaneQueries<kHeads>; ++query) {
+      sums[query][half] *= scale[half];
+      to.scores[query][8 * half] = sums[query][half];
+    }
+  }
+  if (sampled.any() && static_cast<int>(threadIdx.x) % 32 / 4 == sampled.row) {
+#pragma unroll
+    for (int query = 0; query < kLaneQueries<kHeads>; ++query) {
+      *reinterpret_cast<float2*>(to.sample[query] + sampled.place) = {sums[query][0],
+                                                                      sums[query][1]};
+    }
   }
 #pragma unroll
-  for (int query = 0; query < kLaneQueries; ++query) to[query] += kTileKeys;
+  for (int query = 0; query < kLaneQueries<kHeads>; ++query) {
+    to.scores[query] += kTileKeys;
+    to.sample[query] += kTileSample;
+  }
 }
 
 /// Loads the scales of the two keys whose products a lane holds; 1 without scales.
@@ -122,12 +140,14 @@ __device__ void consume(const ScoreInputs& inputs, const Plan& plan, SharedStora
     load_weights(weights, shared.weights[query_state.stage]);
     const int first_key = unit.first_key;
     int tile = unit.first;
-    constexpr int kLaneQueries = kColumns / kHeads / 4;
     Targets<kHeads> to;
 #pragma unroll
-    for (int query = 0; query < kLaneQueries; ++query) {
-      to[query] = plan.scores + unit.scores + (lane % 4 * kLaneQueries + query) * unit.width +
-                  std::int64_t{tile} * kTileKeys + first_row + lane / 4;
+    for (int query = 0; query < kLaneQueries<kHeads>; ++query) {
+      const std::int64_t before =  // tiles of the group
+          (lane % 4 * kLaneQueries<kHeads> + query) * unit.tiles + tile;
+      float* const scores = plan.scores + unit.scores;
+      to.scores[query] = scores + before * kTileKeys + first_row + lane / 4;
+      to.sample[query] = scores + plan.sample_offset(unit.tiles) + before * kTileSample;
     }
     std::uint64_t queries[kTiles<T>];
 #pragma unroll
@@ -166,7 +186,8 @@ __device__ void consume(const ScoreInputs& inputs, const Plan& plan, SharedStora
       if (lane == 0) shared.free[key_state.stage].arrive();
       if (tile + 1 == end) shared.queries_free[query_state.stage].arrive();
       if constexpr (kScaled) scale_products(products, scale);
-      store_scores<kHeads, kPadded>(products, weights, scale, inputs.heads, to);
+      store_scores<kHeads, kPadded>(products, weights, scale, inputs.heads,
+                                    Sampled(tile, first_row / 16), to);
     }
   }
   if (side == 0) acquire_tensor_cores(0);  // the last hand-over has no other taker

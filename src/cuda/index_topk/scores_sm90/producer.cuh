@@ -59,7 +59,7 @@ class Producer {
     }
     return {.group = group,
             .scores = plan_.scores_of_group(group, chunk_) - plan_.scores,
-            .width = plan_.row_width(group),
+            .tiles = plan_.tiles(group),
             .first_key = plan_.first_key[group],
             .first = share_.first_tile_of_group(),
             .end = share_.end_tile_of_group()};

@@ -39,7 +39,7 @@ struct Operand {
 struct Unit {
   std::int64_t group;
   std::int64_t scores;  // where the group's scores begin in the buffer
-  std::int64_t width;   // from one row to the next
+  std::int64_t tiles;   // of the whole group
   int first_key;
   int first, end;  // tiles, counted within the group; end is 0 after the last unit
 };
