@@ -3,6 +3,7 @@
 #include <mpi.h>
 
 #include "tests/rank_checks.h"
+#include "tests/resident_memory.h"
 
 namespace winnow::tests {
 namespace {
@@ -88,6 +89,12 @@ TEST_F(Mpi, ArgumentsAreRefusedByName) {
                         ranks_->size()));
   // All ranks were refused, so that none waits, and the communicator remains usable.
   check_traffic(*ranks_, {});
+}
+
+// Fewer repeats than elsewhere, since MPI takes tens of milliseconds to make a communicator; still
+// enough to see the few kilobytes that a call on several threads could keep.
+TEST(SlowMpi, CommunicatorsKeepNoMemory) {
+  expect_no_growth(300, [] { check_traffic(*make(std::chrono::seconds(20)), {}); });
 }
 
 TEST(MpiFailures, MismatchesAreErrorsOnEveryRank) {
