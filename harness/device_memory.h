@@ -14,4 +14,7 @@ void free_on_cuda(std::int32_t device, void* memory) noexcept;
 /// for the copy after.
 void copy_with_cuda(std::int32_t device, void* to, const void* from, std::size_t bytes);
 
+/// Memory of the device that is in use, by any process, once its work is done.
+std::size_t bytes_in_use_on_cuda(std::int32_t device);
+
 }  // namespace winnow::harness

@@ -38,4 +38,13 @@ void copy_with_cuda(std::int32_t device, void* to, const void* from, std::size_t
   check(cudaDeviceSynchronize());
 }
 
+std::size_t bytes_in_use_on_cuda(std::int32_t device) {
+  std::size_t free = 0;
+  std::size_t total = 0;
+  check(cudaSetDevice(device));
+  check(cudaDeviceSynchronize());
+  check(cudaMemGetInfo(&free, &total));
+  return total - free;
+}
+
 }  // namespace winnow::harness

@@ -16,5 +16,6 @@ namespace {
 void* allocate_on_cuda(std::int32_t, std::size_t) { refuse(); }
 void free_on_cuda(std::int32_t, void*) noexcept {}
 void copy_with_cuda(std::int32_t, void*, const void*, std::size_t) { refuse(); }
+std::size_t bytes_in_use_on_cuda(std::int32_t) { refuse(); }
 
 }  // namespace winnow::harness

@@ -1,10 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Execution: choice of the backend, no output to the terminal, calls from many threads at once.
+// Execution: choice of the backend, no output to the terminal, calls from many threads at once, in
+// each other and in a forked process.
+#include <atomic>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "core/threads.h"
 #include "tests/attention_calls.h"
+#include "tests/sanitized.h"
 
 namespace winnow::tests {
 namespace {
@@ -83,6 +90,38 @@ TEST(Execution, ManyThreadsMayCallAtOnce) {
       expect_same_bits(all_gradients[i], gradients);
     }
   });
+}
+
+TEST(Execution, AForkedProcessMayCall) {
+  if (kSanitized) GTEST_SKIP() << "sanitizers have threads of their own";
+  const Attention a = filled({.tokens = 40}, 7);
+  for (const Backend backend : {Backend::cpu, Backend::reference}) {
+    const Execution execution{.backend = backend, .threads = 2};
+    const AttentionOutputs outputs = forward(a, execution);  // the child has not its worker
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(30);  // ends a child that hangs
+      bool same = true;
+      for (int i = 0; i < 20 && same; ++i)
+        same = static_cast<bool>(same_bits(forward(a, execution).out, outputs.out));
+      _exit(same ? 0 : 1);
+    }
+    int status = -1;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+    expect_same_bits(forward(a, execution), outputs);
+  }
+}
+
+TEST(Execution, TasksMayHaveTasks) {
+  constexpr std::int64_t kTasks = 20;
+  for (const int threads : {1, 2, 3}) {
+    std::atomic<std::int64_t> sum = 0;
+    parallel_for({.threads = threads}, kTasks, 0, [&](std::int64_t i, Scratch) {
+      parallel_for({.threads = 2}, i, 0, [&](std::int64_t j, Scratch) { sum += j; });
+    });
+    EXPECT_EQ(sum, kTasks * (kTasks - 1) * (kTasks - 2) / 6);
+  }
 }
 
 TEST(Execution, ErrorsOfOneThreadAreItsOwn) {

@@ -2,7 +2,9 @@
 // One rank of an MPI job: the checks that every communicator must pass. mpi_test starts it.
 #include <mpi.h>
 
+#include "tests/failing_allocations.h"
 #include "tests/rank_checks.h"
+#include "tests/resident_memory.h"
 
 namespace winnow::tests {
 namespace {
@@ -88,6 +90,40 @@ TEST_F(Mpi, ArgumentsAreRefusedByName) {
                         ranks_->size()));
   // All ranks were refused, so that none waits, and the communicator remains usable.
   check_traffic(*ranks_, {});
+}
+
+// Fewer repeats than elsewhere, since MPI takes tens of milliseconds to make a communicator; still
+// enough to see the few kilobytes that a call on several threads could keep.
+TEST(SlowMpi, CommunicatorsKeepNoMemory) {
+  expect_no_growth(300, [] { check_traffic(*make(std::chrono::seconds(20)), {}); });
+}
+
+TEST(MpiFailures, RunningOutOfMemoryIsAnErrorAndBreaksTheCommunicator) {
+  constexpr std::chrono::seconds kTimeout{1};
+  if (make(kTimeout)->size() > 1) GTEST_SKIP() << "other ranks would wait";
+  EXPECT_GT(fail_each_allocation([&] { make(kTimeout); }), 0);
+  const std::int64_t rows[] = {3};
+  const Buffer shard = floats({}, DType::f32, {3, 2}, normals(6, 1, "shard"));
+  const Buffer whole({}, DType::f32, {3, 2});
+  const auto expect_broken = [&](const char* name, const auto& collective) {
+    all_after_fail = true;
+    std::int64_t n = 0;
+    for (failed = 1; failed > 0; ++n) {
+      const auto ranks = make(kTimeout);
+      const Outcome outcome = outcome_of([&] { collective(*ranks); }, n);
+      EXPECT_EQ(outcome, failed > 0 ? Outcome::out_of_memory : Outcome::done);
+      EXPECT_EQ(refusal_of([&] { ranks->wait({}); }),
+                failed > 0 ? "the communicator is broken since out of host memory" : "");
+    }
+    EXPECT_GT(n, 1) << name << " allocated nothing";
+  };
+  expect_broken("all_gather", [&](Communicator& ranks) {
+    ranks.all_gather(shard.tensor(), whole.tensor(), rows, {});
+  });
+  expect_broken("reduce_scatter", [&](Communicator& ranks) {
+    ranks.reduce_scatter(whole.tensor(), shard.tensor(), rows, {});
+  });
+  expect_canaries_intact(shard, whole);
 }
 
 TEST(MpiFailures, MismatchesAreErrorsOnEveryRank) {

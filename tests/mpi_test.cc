@@ -90,12 +90,20 @@ class MpiTool : public MpiJobs {
 class MpiRanks : public MpiJobs, public ::testing::WithParamInterface<int> {};
 
 TEST_P(MpiRanks, PassAllChecks) {
-  const Job job = run_ranks(GetParam(), "mpi_rank --gtest_brief=1", 120);
+  const Job job = run_ranks(GetParam(), "mpi_rank --gtest_brief=1 --gtest_filter='-Slow*'", 120);
   EXPECT_EQ(job.exit_code, 0) << job.output;
   EXPECT_EQ(count(job.output, "PASSED"), GetParam()) << job.output;
 }
 
 INSTANTIATE_TEST_SUITE_P(Of, MpiRanks, ::testing::Values(1, 2, 3, 4, 8));
+
+class SlowMpiJobs : public MpiJobs {};
+
+TEST_F(SlowMpiJobs, KeepNoMemoryOfCommunicators) {
+  const Job job = run_ranks(2, "mpi_rank --gtest_brief=1 --gtest_filter='Slow*'", 300);
+  EXPECT_EQ(job.exit_code, 0) << job.output;
+  EXPECT_EQ(count(job.output, "PASSED"), 2) << job.output;
+}
 
 TEST_F(MpiJobs, EndWhenARankIsKilled) {
   const Job job = run_ranks(4, "mpi_failing_rank killed", 60);

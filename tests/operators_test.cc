@@ -16,6 +16,7 @@
 
 #include "harness/families.h"
 #include "harness/kernel_choice.h"
+#include "tests/call_bits.h"
 #include "tests/random_calls.h"
 #include "tests/testing.h"
 
@@ -101,33 +102,6 @@ void on_each_call(Device device, const Body& body) {
       body(call, *static_cast<const Args*>(call.args.get()));
     }
   });
-}
-
-using Bits = std::vector<Ints>;
-
-bool is_written(const Argument& argument) { return argument.is_output && *argument.tensor; }
-
-/// The memory of all outputs.
-Bits output_bits(const Call& call) {
-  Bits bits;
-  for (const Argument& argument : call.arguments)
-    if (is_written(argument)) bits.push_back(argument.memory.download_ints());
-  return bits;
-}
-
-/// What a run leaves in the outputs. They hold again what they held before, since some runs add to
-/// it.
-Bits bits_of_run(Call& call, const Execution& execution) {
-  const Bits before = output_bits(call);
-  call.run(execution);
-  Bits after = output_bits(call);
-  auto saved = before.begin();
-  for (Argument& argument : call.arguments) {
-    if (!is_written(argument)) continue;
-    EXPECT_TRUE(argument.memory.canaries_intact()) << argument.name;
-    argument.memory.upload(*saved++);
-  }
-  return after;
 }
 
 // ---- The choice of the kernel.

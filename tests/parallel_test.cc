@@ -5,6 +5,7 @@
 
 #include "harness/local_communicator.h"
 #include "tests/rank_checks.h"
+#include "tests/resident_memory.h"
 
 namespace winnow::tests {
 namespace {
@@ -70,6 +71,12 @@ TEST(Parallel, MismatchesAreErrorsOnEveryRank) {
 TEST(Parallel, HistoriesAreCompared) { on_groups_that_fail(check_histories_are_compared); }
 
 TEST(Parallel, AMissingRankIsAnError) { on_groups_that_fail(check_a_missing_rank_is_an_error); }
+
+TEST(Parallel, CommunicatorsKeepNoMemory) {
+  expect_no_growth(3000, [] {
+    on_local_ranks(2, [](Communicator& communicator) { check_traffic(communicator, {}); });
+  });
+}
 
 class ParallelRefusals : public ::testing::Test {
  protected:

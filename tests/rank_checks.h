@@ -141,16 +141,17 @@ inline void check_workspaces(Communicator& ranks, Device device) {
 }
 
 inline void check_traffic(Communicator& ranks, Device device) {
+  constexpr std::int32_t kRows = 131;  // more than one thread copies
   const Traffic before = ranks.traffic();
-  const Shards shards = shard_rows(Ints{0, 41}, 41, ranks.size(), Sharding::zigzag);
+  const Shards shards = shard_rows(Ints{0, kRows}, kRows, ranks.size(), Sharding::zigzag);
   const auto own = static_cast<std::int64_t>(shards.rows[ranks.rank()].size());
   const Buffer shard = floats(device, DType::bf16, {own, 6}, Values(own * 6, 1.0));
-  const Buffer whole(device, DType::bf16, {41, 6});
+  const Buffer whole(device, DType::bf16, {kRows, 6});
   gather_keys(ranks, shard.tensor(), whole.tensor(), shards);
-  const Buffer gradients = floats(device, DType::f32, {41, 6}, Values(41 * 6, 1.0));
+  const Buffer gradients = floats(device, DType::f32, {kRows, 6}, Values(kRows * 6, 1.0));
   scatter_key_grads(ranks, gradients.tensor(), shard.tensor(), shards);
-  EXPECT_EQ(ranks.traffic().gathered - before.gathered, (41 - own) * 6 * 2);
-  EXPECT_EQ(ranks.traffic().reduced - before.reduced, (41 - own) * 6 * 4);
+  EXPECT_EQ(ranks.traffic().gathered - before.gathered, (kRows - own) * 6 * 2);
+  EXPECT_EQ(ranks.traffic().reduced - before.reduced, (kRows - own) * 6 * 4);
 }
 
 /// A layer of attention over documents with padding between them, with a number of rows that no

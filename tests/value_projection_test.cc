@@ -157,17 +157,20 @@ TEST(ValueProjection, RowsDoNotDependOnTheirNeighbours) {
   });
 }
 
-TEST(ValueProjection, ThreadsAndRepeatsChangeNoBit) {
+TEST(ValueProjection, ThreadsRepeatsAndTheWorkspaceLimitChangeNoBit) {
   on_each_projection([](Backend backend, const Projection& shape) {
     const Projection p = with_normals(shape, 4);
     Execution execution{.backend = backend, .deterministic = true};
     const Values out_v = forward(p, execution);
     const ProjectionGradients gradients = backward(p, execution);
     for (const int threads : {0, 1, 2, 5}) {
-      execution.threads = threads;
-      EXPECT_TRUE(same_bits(forward(p, execution), out_v));
-      EXPECT_TRUE(same_bits(backward(p, execution).d_out, gradients.d_out));
-      EXPECT_TRUE(same_bits(backward(p, execution).d_w_v, gradients.d_w_v));
+      for (const std::size_t limit : {std::size_t{4} << 20, std::size_t{256} << 20}) {
+        execution.threads = threads;
+        execution.workspace_limit = limit;
+        EXPECT_TRUE(same_bits(forward(p, execution), out_v));
+        EXPECT_TRUE(same_bits(backward(p, execution).d_out, gradients.d_out));
+        EXPECT_TRUE(same_bits(backward(p, execution).d_w_v, gradients.d_w_v));
+      }
     }
   });
 }

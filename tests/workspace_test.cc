@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <string>
 
+#include "tests/attention_calls.h"
 #include "tests/dense_loss_calls.h"
+#include "tests/indexer_calls.h"
 #include "tests/random_calls.h"
 
 namespace winnow::tests {
@@ -109,6 +111,65 @@ TEST(Workspace, OfManyRowsAndKeysLikewise) {
       expect_named_limit_serves(backend, limit,
                                 [&](const Execution& e) { return why_not(work.backward, e); });
     }
+  });
+}
+
+/// Calls body(execution) with limits from the least that the call takes on, on the backends of the
+/// host, whose gradients do not depend on it.
+template <class Args, class Body>
+void on_each_limit(const Args& args, const Body& body) {
+  for (const Backend backend : {Backend::cpu, Backend::reference}) {
+    SCOPED_TRACE(name(backend));
+    int runs = 0;
+    for (std::size_t limit = 1000; limit < std::size_t{1} << 24; limit += limit / 4) {
+      SCOPED_TRACE(limit);
+      const Execution execution{.backend = backend, .workspace_limit = limit};
+      if (!why_not(args, execution).empty()) continue;
+      ++runs;
+      body(execution);
+    }
+    EXPECT_GT(runs, 10);
+  }
+}
+
+TEST(Workspace, LimitChangesNoBitOfTheGradientsOfSparseAttention) {
+  Attention a = with_sink(
+      filled({.tokens = 5, .keys = 60, .heads = 64, .qk_dim = 64, .v_dim = 64, .topk = 40}, 3), 3);
+  for (const DType d_kv_type : {DType::f32, DType::bf16}) {
+    a.d_kv_type = d_kv_type;
+    const AttentionOutputs outputs = forward(a, on(Backend::reference));
+    const AttentionBackwardWork work(a, outputs, {});
+    on_each_limit(work.args, [&](const Execution& execution) {
+      expect_same_bits(backward(a, outputs, execution),
+                       backward(a, outputs, on(execution.backend)));
+    });
+  }
+}
+
+TEST(Workspace, LimitChangesNoBitOfTheGradientsOfTheIndexer) {
+  Indexer ix = filled({.tokens = 12, .keys = 300, .heads = 20, .dim = 24, .topk = 50}, 4);
+  ix.indices = select(ix, on(Backend::reference)).indices;
+  const IndexBackwardWork work(ix, {});
+  on_each_limit(work.args, [&](const Execution& execution) {
+    const IndexGradients actual = backward(ix, execution);
+    const IndexGradients expected = backward(ix, on(execution.backend));
+    EXPECT_TRUE(same_bits(actual.d_q, expected.d_q));
+    EXPECT_TRUE(same_bits(actual.d_weights, expected.d_weights));
+    EXPECT_TRUE(same_bits(actual.d_k, expected.d_k));
+  });
+}
+
+TEST(Workspace, LimitChangesNoBitOfTheGradientsOfTheDenseLoss) {
+  const DenseLoss d =
+      filled({.tokens = 8, .keys = 90, .index_keys = 90, .key_offset = 0, .heads = 20}, 5);
+  const Values lse = forward(d, on(Backend::reference)).lse;
+  const DenseLossWork work(d, {});
+  on_each_limit(work.backward, [&](const Execution& execution) {
+    const DenseLossGradients actual = backward(d, lse, execution);
+    const DenseLossGradients expected = backward(d, lse, on(execution.backend));
+    EXPECT_TRUE(same_bits(actual.d_index_q, expected.d_index_q));
+    EXPECT_TRUE(same_bits(actual.d_weights, expected.d_weights));
+    EXPECT_TRUE(same_bits(actual.d_index_k, expected.d_index_k));
   });
 }
 

@@ -96,6 +96,7 @@ inline constexpr char other_kernel[] = "is not the one that was asked for";
 
 // Running out of memory.
 inline constexpr char no_workspace[] = "cannot allocate a workspace of {} bytes";
+inline constexpr char no_host_memory[] = "out of host memory";
 
 /// Those that a call can get on every machine, whatever memory it has.
 inline constexpr std::array<const char*, 45> all = {absent,

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "core/memory_errors.h"
 #include "core/refusals.h"
 #include "winnow/error.h"
 
@@ -71,17 +72,19 @@ std::string_view name(DType dtype) {
 }
 
 std::string describe(const Tensor& tensor) {
-  if (!tensor) return "absent";
-  if (tensor.rank > 4) return fmt::format("{} of rank {}", name(tensor.dtype), tensor.rank);
-  const std::span shape(tensor.shape.data(), static_cast<std::size_t>(tensor.rank));
-  const std::string text = fmt::format("{}[{}]", name(tensor.dtype), fmt::join(shape, ", "));
-  switch (tensor.device.kind) {
-    case DeviceKind::cpu:
-      return text;
-    case DeviceKind::cuda:
-      return fmt::format("cuda:{} {}", tensor.device.index, text);
-  }
-  return fmt::format("device kind {} {}", static_cast<std::int32_t>(tensor.device.kind), text);
+  return with_memory_errors("describe", [&]() -> std::string {
+    if (!tensor) return "absent";
+    if (tensor.rank > 4) return fmt::format("{} of rank {}", name(tensor.dtype), tensor.rank);
+    const std::span shape(tensor.shape.data(), static_cast<std::size_t>(tensor.rank));
+    std::string text = fmt::format("{}[{}]", name(tensor.dtype), fmt::join(shape, ", "));
+    switch (tensor.device.kind) {
+      case DeviceKind::cpu:
+        return text;
+      case DeviceKind::cuda:
+        return fmt::format("cuda:{} {}", tensor.device.index, text);
+    }
+    return fmt::format("device kind {} {}", static_cast<std::int32_t>(tensor.device.kind), text);
+  });
 }
 
 DType dtype_from_dlpack(std::int32_t code, std::int32_t bits, std::int32_t lanes) {
@@ -93,23 +96,28 @@ DType dtype_from_dlpack(std::int32_t code, std::int32_t bits, std::int32_t lanes
     if (code == kDLFloat8E4M3fn && bits == 8) return DType::f8_e4m3;
     if (code == kDLInt && bits == 32) return DType::i32;
   }
-  throw Error(ErrorCode::invalid_argument,
-              fmt::format("from_dlpack: dtype code {} bits {} lanes {}: {}", code, bits, lanes,
-                          refusal::dlpack_dtype));
+  return with_memory_errors("from_dlpack", [&]() -> DType {
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("from_dlpack: dtype code {} bits {} lanes {}: {}", code, bits, lanes,
+                            refusal::dlpack_dtype));
+  });
 }
 
 Device device_from_dlpack(std::int32_t device_type, std::int32_t device_id) {
   if (device_type == kDLCPU || device_type == kDLCUDAHost) return {};
   if (device_type == kDLCUDA) return {DeviceKind::cuda, device_id};
-  throw Error(ErrorCode::invalid_argument,
-              fmt::format("from_dlpack: device type {}: {}", device_type, refusal::dlpack_device));
+  return with_memory_errors("from_dlpack", [&]() -> Device {
+    throw Error(ErrorCode::invalid_argument, fmt::format("from_dlpack: device type {}: {}",
+                                                         device_type, refusal::dlpack_device));
+  });
 }
 
 void check_dlpack_rank(std::int32_t rank) {
-  if (rank < 0 || rank > 4) {
+  if (rank >= 0 && rank <= 4) return;
+  with_memory_errors("tensor", [&] {
     throw Error(ErrorCode::invalid_argument,
                 fmt::format("tensor of rank {}: {}", rank, refusal::dlpack_rank));
-  }
+  });
 }
 
 }  // namespace winnow

@@ -16,6 +16,58 @@
 #include "winnow/error.h"
 
 namespace winnow {
+namespace {
+
+/// A place where so many threads work on one call at a time. oneTBB frees the memory of an arena
+/// only when one of its workers comes by, which may be never, so that an arena is kept and serves
+/// one call after another.
+struct Arena {
+  explicit Arena(int threads) : threads(threads), tbb(threads) {}
+
+  const int threads;
+  oneapi::tbb::task_arena tbb;
+  std::atomic<bool> is_taken = true;
+  Arena* next = nullptr;
+};
+
+/// Arenas are added and never removed: at most as many for a number of threads as there were calls
+/// with it at the same time. No lock, since a process may be forked while another thread holds it.
+std::atomic<Arena*> all_arenas = nullptr;
+
+/// An arena for the time of a call.
+class TakenArena {
+ public:
+  explicit TakenArena(int threads) : arena_(find(threads)) {
+    if (arena_ == nullptr) arena_ = add(threads);
+  }
+  ~TakenArena() { arena_->is_taken.store(false, std::memory_order_release); }
+  TakenArena(const TakenArena&) = delete;
+  TakenArena& operator=(const TakenArena&) = delete;
+  oneapi::tbb::task_arena& get() const { return arena_->tbb; }
+
+ private:
+  /// Null if no arena is free.
+  static Arena* find(int threads) {
+    Arena* arena = all_arenas.load(std::memory_order_acquire);
+    while (arena != nullptr && (arena->threads != threads ||
+                                arena->is_taken.exchange(true, std::memory_order_acquire))) {
+      arena = arena->next;
+    }
+    return arena;
+  }
+  static Arena* add(int threads) {
+    auto* const arena = new Arena(threads);
+    arena->next = all_arenas.load(std::memory_order_relaxed);
+    while (!all_arenas.compare_exchange_weak(arena->next, arena, std::memory_order_release,
+                                             std::memory_order_relaxed)) {
+    }
+    return arena;
+  }
+
+  Arena* arena_;
+};
+
+}  // namespace
 
 int thread_count(const Execution& execution) {
   return execution.threads > 0 ? execution.threads : oneapi::tbb::info::default_concurrency();
@@ -65,11 +117,11 @@ void parallel_for(const Execution& execution, std::int64_t count, std::size_t sc
     std::byte* const begin = scratch_bytes > 0 ? memory + scratch_bytes * lane : nullptr;
     for (std::int64_t i = next++; i < count; i = next++) task(i, Scratch(begin, scratch_bytes));
   };
-  if (lanes == 1) return run_lane(0);
   // Capped, since oneTBB prints a warning if an arena asks for more threads than the machine has.
-  const int workers = std::min(static_cast<int>(lanes), oneapi::tbb::info::default_concurrency());
-  oneapi::tbb::task_arena arena(workers);
-  arena.execute([&] {
+  const int threads = std::min(static_cast<int>(lanes), oneapi::tbb::info::default_concurrency());
+  if (threads == 1) return run_lane(0);
+  const TakenArena arena(threads);
+  arena.get().execute([&] {
     oneapi::tbb::parallel_for(std::size_t{0}, lanes, run_lane, oneapi::tbb::simple_partitioner());
   });
 }

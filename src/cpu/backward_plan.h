@@ -94,20 +94,19 @@ struct KeyPass {
 };
 
 /// Chooses the groups of heads and how many query rows (a chunk) the first pass records before the
-/// second pass runs. The groups depend on shapes and the workspace limit alone. d_kv is summed over
-/// groups, then over query rows, so the number of lanes and the chunk size change no bit.
+/// second pass runs. d_kv is summed over groups, then over query rows, and the groups depend on
+/// shapes alone, so neither the number of lanes nor the workspace limit changes a bit.
 class BackwardPlan {
  public:
   BackwardPlan(const AttentionSizes& n, const Execution& execution)
-      : n_(n), groups_(choose_groups(n, execution.workspace_limit)) {
+      : n_(n), groups_(groups_of(n)), lane_bytes_(lane_bytes(n)) {
     // Enough rows to balance the lanes, few enough for the records to stay in L3.
     constexpr std::size_t kRowsPerLane = 16;
     const std::size_t limit = execution.workspace_limit;
     const std::size_t row = Records::bytes(1, n.topk, groups_.max_size());
     const auto threads = static_cast<std::size_t>(thread_count(execution));
     const auto max_rows = static_cast<std::size_t>(std::max<std::int64_t>(n.tokens, 1));
-    lane_bytes_ = lane_bytes(n, groups_.max_size());
-    const std::size_t fixed = min_bytes(n, groups_.max_size()) - lane_bytes_;
+    const std::size_t fixed = min_bytes(n) - lane_bytes_;
     lanes_ = std::clamp<std::size_t>((limit - std::min(limit, fixed)) / lane_bytes_, 1, threads);
     const std::size_t others = lanes_ * lane_bytes_ + (fixed - row);
     const std::size_t fitting = (limit - std::min(limit, others)) / row;
@@ -117,7 +116,8 @@ class BackwardPlan {
 
   /// The smallest workspace in which a call can run.
   static std::size_t min_bytes(const AttentionSizes& n) {
-    return min_bytes(n, HeadGroups(n.heads, n.qk_dim, 0).max_size());
+    return Scratch::bytes<double>(n.heads) + Records::bytes(1, n.topk, groups_of(n).max_size()) +
+           lane_bytes(n);
   }
   /// Bytes shared by all lanes: the accumulator of d_sink and the records.
   std::size_t shared_bytes() const {
@@ -131,28 +131,20 @@ class BackwardPlan {
   std::size_t lane_bytes() const { return lane_bytes_; }
 
  private:
-  static std::size_t lane_bytes(const AttentionSizes& n, std::int64_t heads) {
+  /// The largest groups whose matrices stay in L2.
+  static HeadGroups groups_of(const AttentionSizes& n) {
+    constexpr std::int64_t kMaxHeads = 64;
+    return {n.heads, n.qk_dim, kMaxHeads};
+  }
+  static std::size_t lane_bytes(const AttentionSizes& n) {
+    const std::int64_t heads = groups_of(n).max_size();
     return std::max(QueryPass::bytes(n, heads), KeyPass::bytes(n, heads));
-  }
-  static std::size_t min_bytes(const AttentionSizes& n, std::int64_t heads) {
-    return Scratch::bytes<double>(n.heads) + Records::bytes(1, n.topk, heads) +
-           lane_bytes(n, heads);
-  }
-  /// The largest groups whose matrices stay in L2 and that fit into the workspace limit.
-  static HeadGroups choose_groups(const AttentionSizes& n, std::size_t limit) {
-    std::int64_t max_heads = 64;
-    HeadGroups groups(n.heads, n.qk_dim, max_heads);
-    while (max_heads > 0 && min_bytes(n, groups.max_size()) > limit) {
-      max_heads /= 2;
-      groups = HeadGroups(n.heads, n.qk_dim, max_heads);
-    }
-    return groups;
   }
 
   AttentionSizes n_;
   HeadGroups groups_;
-  std::size_t lanes_;
   std::size_t lane_bytes_;
+  std::size_t lanes_;
   std::int64_t rows_;
 };
 

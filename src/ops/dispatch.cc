@@ -39,11 +39,13 @@ std::string_view name(Backend backend) {
 }
 
 Backend backend_from_name(std::string_view word) {
-  for (const Backend backend : kBackends) {
-    if (name(backend) == word) return backend;
-  }
-  Check("backend_from_name")
-      .fail("name", fmt::format("'{}'", word), refusal::one_of, kBackendNames);
+  constexpr char kFunction[] = "backend_from_name";
+  return with_memory_errors(kFunction, [&] {
+    for (const Backend backend : kBackends) {
+      if (name(backend) == word) return backend;
+    }
+    Check(kFunction).fail("name", fmt::format("'{}'", word), refusal::one_of, kBackendNames);
+  });
 }
 
 const BackendTable* find_backend(Backend backend) {
@@ -94,9 +96,11 @@ std::string sentences(const std::vector<Candidate>& candidates) {
 
 std::string why_not(Backend backend) {
   if (backend == Backend::automatic) return {};
-  const BackendTable* table = find_backend(backend);
-  const std::string reason = table == nullptr ? refusal::not_built : table->why_not();
-  return reason.empty() ? reason : sentences({{backend, {}, reason}});
+  return with_memory_errors("why_not", [&] {
+    const BackendTable* const table = find_backend(backend);
+    const std::string reason = table == nullptr ? refusal::not_built : table->why_not();
+    return reason.empty() ? reason : sentences({{backend, {}, reason}});
+  });
 }
 
 std::string why_not(Backend backend, Device device) {
@@ -111,8 +115,10 @@ std::string why_not(Backend backend, Device device) {
 }
 
 std::string describe(Backend backend) {
-  const BackendTable* table = why_not(backend).empty() ? find_backend(backend) : nullptr;
-  return table == nullptr ? std::string() : table->describe();
+  return with_memory_errors("describe", [&] {
+    const BackendTable* const table = why_not(backend).empty() ? find_backend(backend) : nullptr;
+    return table == nullptr ? std::string() : table->describe();
+  });
 }
 
 void check_execution(std::string_view op, const Execution& execution) {

@@ -16,6 +16,7 @@
 
 #include "backend.h"
 #include "core/check.h"
+#include "core/memory_errors.h"
 
 namespace winnow {
 
@@ -161,35 +162,43 @@ class Call {
 
 template <Arguments Args>
 void Operator<Args>::run(const Args& args, const Execution& execution) {
-  const Call<Args> call(args, execution);
-  call.run(call.choose_or_throw());
+  with_memory_errors(Args::kOperator, [&] {
+    const Call<Args> call(args, execution);
+    call.run(call.choose_or_throw());
+  });
 }
 
 template <Arguments Args>
 std::size_t Operator<Args>::workspace_bytes(const Args& args, const Execution& execution) {
-  const Call<Args> call(args, execution);
-  return call.workspace_bytes(call.choose_or_throw());
+  return with_memory_errors(Args::kOperator, [&] {
+    const Call<Args> call(args, execution);
+    return call.workspace_bytes(call.choose_or_throw());
+  });
 }
 
 template <Arguments Args>
 std::string Operator<Args>::why_not(const Args& args, const Execution& execution) {
-  const Call<Args> call(args, execution);
-  std::vector<Candidate> refusals;
-  return call.choose(refusals) != nullptr ? std::string() : sentences(refusals);
+  return with_memory_errors(Args::kOperator, [&] {
+    const Call<Args> call(args, execution);
+    std::vector<Candidate> refusals;
+    return call.choose(refusals) != nullptr ? std::string() : sentences(refusals);
+  });
 }
 
 template <Arguments Args>
 std::vector<Candidate> Operator<Args>::explain(const Args& args, const Execution& execution) {
-  return Call<Args>(args, execution).explain();
+  return with_memory_errors(Args::kOperator, [&] { return Call<Args>(args, execution).explain(); });
 }
 
 template <Arguments Args>
 std::vector<std::string_view> Operator<Args>::kernels(Backend backend) {
-  std::vector<std::string_view> names;
-  const BackendTable* const table = find_backend(backend);
-  if (table == nullptr) return names;
-  for (const Kernel<Args>& kernel : kernels_of<Args>(*table)) names.emplace_back(kernel.name);
-  return names;
+  return with_memory_errors(Args::kOperator, [&] {
+    std::vector<std::string_view> names;
+    const BackendTable* const table = find_backend(backend);
+    if (table == nullptr) return names;
+    for (const Kernel<Args>& kernel : kernels_of<Args>(*table)) names.emplace_back(kernel.name);
+    return names;
+  });
 }
 
 }  // namespace winnow

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/memory_errors.h"
 #include "core/threads.h"
 #include "parallel/device.h"
 #include "parallel/rows.h"
@@ -140,7 +141,7 @@ Plan agreed(const char* op, Communicator& communicator, const Tensor& shard, con
       communicator.remember(static_cast<std::uint64_t>(run.to));
     }
     return plan;
-  } catch (const Error&) {
+  } catch (...) {
     communicator.remember(kRefused);
     throw;
   }
@@ -206,33 +207,37 @@ constexpr Run kInOrder[] = {{0, 0, 0}};
 
 void gather_keys(Communicator& communicator, const Tensor& shard, const Tensor& whole,
                  const Shards& shards, const Execution& execution) {
-  const Plan plan = agreed("gather_keys", communicator, shard, whole, shards);
-  const DType dtype = plan.shard.dtype;
-  const bool pack = !is_contiguous(plan.shard);
-  const bool reorder = !plan.in_order() || !is_contiguous(plan.whole);
-  Staging staging(plan.whole.device, execution,
-                  bytes_if(pack, plan.shard, dtype) + bytes_if(reorder, plan.whole, dtype));
-  const Tensor own = staged_if(pack, plan.shard, dtype, staging);
-  const Tensor by_rank = staged_if(reorder, plan.whole, dtype, staging);
-  if (pack) copy_rows(plan.shard, own, kInOrder, own.shape[0], execution);
-  communicator.all_gather(own, by_rank, plan.rows, execution);
-  if (reorder) copy_rows(by_rank, plan.whole, plan.runs, plan.tokens, execution);
+  with_memory_errors("gather_keys", [&] {
+    const Plan plan = agreed("gather_keys", communicator, shard, whole, shards);
+    const DType dtype = plan.shard.dtype;
+    const bool pack = !is_contiguous(plan.shard);
+    const bool reorder = !plan.in_order() || !is_contiguous(plan.whole);
+    Staging staging(plan.whole.device, execution,
+                    bytes_if(pack, plan.shard, dtype) + bytes_if(reorder, plan.whole, dtype));
+    const Tensor own = staged_if(pack, plan.shard, dtype, staging);
+    const Tensor by_rank = staged_if(reorder, plan.whole, dtype, staging);
+    if (pack) copy_rows(plan.shard, own, kInOrder, own.shape[0], execution);
+    communicator.all_gather(own, by_rank, plan.rows, execution);
+    if (reorder) copy_rows(by_rank, plan.whole, plan.runs, plan.tokens, execution);
+  });
 }
 
 void scatter_key_grads(Communicator& communicator, const Tensor& whole, const Tensor& shard,
                        const Shards& shards, const Execution& execution) {
-  Plan plan = agreed("scatter_key_grads", communicator, shard, whole, shards);
-  for (Run& run : plan.runs) std::swap(run.from, run.to);
-  const bool reorder = !plan.in_order() || !is_contiguous(plan.whole);
-  const bool round = plan.shard.dtype != DType::f32 || !is_contiguous(plan.shard);
-  Staging staging(
-      plan.whole.device, execution,
-      bytes_if(reorder, plan.whole, DType::f32) + bytes_if(round, plan.shard, DType::f32));
-  const Tensor by_rank = staged_if(reorder, plan.whole, DType::f32, staging);
-  const Tensor sum = staged_if(round, plan.shard, DType::f32, staging);
-  if (reorder) copy_rows(plan.whole, by_rank, plan.runs, plan.tokens, execution);
-  communicator.reduce_scatter(by_rank, sum, plan.rows, execution);
-  if (round) copy_rows(sum, plan.shard, kInOrder, sum.shape[0], execution);
+  with_memory_errors("scatter_key_grads", [&] {
+    Plan plan = agreed("scatter_key_grads", communicator, shard, whole, shards);
+    for (Run& run : plan.runs) std::swap(run.from, run.to);
+    const bool reorder = !plan.in_order() || !is_contiguous(plan.whole);
+    const bool round = plan.shard.dtype != DType::f32 || !is_contiguous(plan.shard);
+    Staging staging(
+        plan.whole.device, execution,
+        bytes_if(reorder, plan.whole, DType::f32) + bytes_if(round, plan.shard, DType::f32));
+    const Tensor by_rank = staged_if(reorder, plan.whole, DType::f32, staging);
+    const Tensor sum = staged_if(round, plan.shard, DType::f32, staging);
+    if (reorder) copy_rows(plan.whole, by_rank, plan.runs, plan.tokens, execution);
+    communicator.reduce_scatter(by_rank, sum, plan.rows, execution);
+    if (round) copy_rows(sum, plan.shard, kInOrder, sum.shape[0], execution);
+  });
 }
 
 }  // namespace winnow

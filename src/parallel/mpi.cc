@@ -3,14 +3,19 @@
 #include <cstddef>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include <fmt/format.h>
 #include <mpi.h>
 
 #include "core/check.h"
+#include "core/memory_errors.h"
 #include "parallel/agreement.h"
 #include "parallel/device.h"
 #include "winnow/error.h"
@@ -41,7 +46,7 @@ bool mpi_is_running() {
 }
 
 /// Waits for a request, up to the deadline. Calling MPI_Test also drives the progress of messages.
-void finish(MPI_Request& request, Clock::time_point deadline, const std::string& what) {
+void finish(MPI_Request& request, Clock::time_point deadline, std::string_view what) {
   constexpr std::chrono::milliseconds kSpinTime{1};  // after which it sleeps between polls
   const Clock::time_point start = Clock::now();
   for (int done = 0; true;) {
@@ -50,7 +55,7 @@ void finish(MPI_Request& request, Clock::time_point deadline, const std::string&
     const Clock::time_point now = Clock::now();
     if (now > deadline) {
       throw Error(ErrorCode::communication,
-                  what + ": time-out: some rank has not come, or has stopped");
+                  fmt::format("{}: time-out: some rank has not come, or has stopped", what));
     }
     if (now - start < kSpinTime) {
       std::this_thread::yield();
@@ -85,7 +90,7 @@ class MpiCommunicator final : public Communicator {
     mpi_check(MPI_Comm_idup(comm, duplicate.get(), &request), kWhat);
     try {
       finish(request, Clock::now() + timeout, kWhat);
-    } catch (const Error&) {
+    } catch (...) {
       duplicate.release();  // leaked on purpose: MPI may still write to it
       throw;
     }
@@ -96,11 +101,10 @@ class MpiCommunicator final : public Communicator {
   }
   ~MpiCommunicator() override {
     if (!mpi_is_running()) return;
-    if (broken_.empty()) {
+    if (!broken_) {
       MPI_Comm_free(&comm_);
     } else {
-      // Leaked on purpose: a late rank may still write to these buffers.
-      new std::vector<std::shared_ptr<const void>>(std::move(in_flight_));
+      in_flight_.release();  // leaked on purpose: a late rank may still write to these buffers
     }
   }
 
@@ -110,8 +114,9 @@ class MpiCommunicator final : public Communicator {
 
   void all_gather(const Tensor& shard, const Tensor& whole, std::span<const std::int64_t> rows,
                   const Execution& execution) override {
-    const Collective call = begin(CallKind::all_gather, shard, whole, rows);
-    guarded([&](Clock::time_point deadline, const std::string& what) {
+    guarded(CallKind::all_gather, [&](std::string_view what) {
+      const Collective call = checked(CallKind::all_gather, shard, whole, rows);
+      const Clock::time_point deadline = Clock::now() + timeout_;
       agree(call, deadline, what);
       if (call.total * call.row_bytes == 0) return;
       std::byte* const all = buffer(call.total * call.row_bytes);
@@ -132,8 +137,9 @@ class MpiCommunicator final : public Communicator {
 
   void reduce_scatter(const Tensor& whole, const Tensor& shard, std::span<const std::int64_t> rows,
                       const Execution& execution) override {
-    const Collective call = begin(CallKind::reduce_scatter, shard, whole, rows);
-    guarded([&](Clock::time_point deadline, const std::string& what) {
+    guarded(CallKind::reduce_scatter, [&](std::string_view what) {
+      const Collective call = checked(CallKind::reduce_scatter, shard, whole, rows);
+      const Clock::time_point deadline = Clock::now() + timeout_;
       agree(call, deadline, what);
       if (call.total * call.row_bytes == 0) return;
       std::byte* const sent = buffer(call.total * call.row_bytes);
@@ -166,31 +172,37 @@ class MpiCommunicator final : public Communicator {
   void wait(const Execution&) override { refuse_if_broken(); }  // collectives block
 
  private:
-  /// Counts the call even if its arguments are refused, since other ranks may have entered it.
-  Collective begin(CallKind kind, const Tensor& shard, const Tensor& whole,
-                   std::span<const std::int64_t> rows) {
-    refuse_if_broken();
-    what_ = fmt::format("{} {} on rank {} of {}", name(kind), ++number_, rank_, size_);
+  Collective checked(CallKind kind, const Tensor& shard, const Tensor& whole,
+                     std::span<const std::int64_t> rows) const {
     return parallel::checked_collective(kind, shard, whole, rows, rank_, size_, number_, history());
   }
 
   void refuse_if_broken() const {
-    if (broken_.empty()) return;
-    throw Error(ErrorCode::communication, "the communicator is broken since " + broken_);
+    if (!broken_) return;
+    with_memory_errors("the communicator", [&] {
+      throw Error(ErrorCode::communication,
+                  fmt::format("the communicator is broken since {}", broken_->what()));
+    });
   }
 
+  /// Calls body(what), a collective that errors call `what`. Counts the call even if its arguments
+  /// are refused, since other ranks may have entered it; any other Error breaks the communicator.
   template <class Body>
-  void guarded(const Body& body) {
+  void guarded(CallKind kind, const Body& body) {
+    refuse_if_broken();
+    ++number_;
     try {
-      body(Clock::now() + timeout_, what_);
-    } catch (const std::exception& error) {
-      broken_ = error.what();
+      with_memory_errors(name(kind), [&] {
+        body(fmt::format("{} {} on rank {} of {}", name(kind), number_, rank_, size_));
+      });
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::invalid_argument) broken_ = error;
       throw;
     }
-    in_flight_.clear();
+    in_flight_->clear();
   }
 
-  void agree(const Collective& call, Clock::time_point deadline, const std::string& what) {
+  void agree(const Collective& call, Clock::time_point deadline, std::string_view what) {
     constexpr int kBytes = sizeof(Signature);
     const auto& own = keep(call.signature);
     auto& all = keep(std::vector<Signature>(static_cast<std::size_t>(size_)));
@@ -206,12 +218,12 @@ class MpiCommunicator final : public Communicator {
   template <class T>
   T& keep(T value) {
     auto kept = std::make_shared<T>(std::move(value));
-    in_flight_.push_back(kept);
+    in_flight_->push_back(kept);
     return *kept;
   }
   std::byte* buffer(std::int64_t bytes) {
     auto kept = std::make_shared_for_overwrite<std::byte[]>(static_cast<std::size_t>(bytes));
-    in_flight_.push_back(kept);
+    in_flight_->push_back(kept);
     return kept.get();
   }
   const std::vector<int>& ints(const std::vector<std::int64_t>& values) {
@@ -243,26 +255,28 @@ class MpiCommunicator final : public Communicator {
   int rank_ = 0;
   int size_ = 0;
   std::chrono::milliseconds timeout_;
-  std::uint64_t number_ = 0;  // of the last collective
-  std::string what_;          // describes that collective in errors
-  std::string broken_;        // the error that broke the communicator; empty while it works
+  std::uint64_t number_ = 0;     // of the last collective
+  std::optional<Error> broken_;  // the error that broke the communicator
   Traffic traffic_;
-  std::vector<std::shared_ptr<const void>> in_flight_;
+  using Buffers = std::vector<std::shared_ptr<const void>>;
+  std::unique_ptr<Buffers> in_flight_ = std::make_unique<Buffers>();
 };
 
 }  // namespace
 
 std::unique_ptr<Communicator> mpi_communicator(const void* comm,
                                                std::chrono::milliseconds timeout) {
-  const Check check("mpi_communicator");
-  if (comm == nullptr) check.fail("comm", "null", refusal::absent);
-  check.in_range("timeout", timeout.count(), 1, std::numeric_limits<std::int32_t>::max());
-  if (!mpi_is_running()) {
-    check.fail("comm", "outside MPI", refusal::one_of, "used between MPI_Init and MPI_Finalize");
-  }
-  const MPI_Comm handle = *static_cast<const MPI_Comm*>(comm);
-  if (handle == MPI_COMM_NULL) check.fail("comm", "MPI_COMM_NULL", refusal::absent);
-  return std::make_unique<MpiCommunicator>(handle, timeout);
+  return with_memory_errors("mpi_communicator", [&]() -> std::unique_ptr<Communicator> {
+    const Check check("mpi_communicator");
+    if (comm == nullptr) check.fail("comm", "null", refusal::absent);
+    check.in_range("timeout", timeout.count(), 1, std::numeric_limits<std::int32_t>::max());
+    if (!mpi_is_running()) {
+      check.fail("comm", "outside MPI", refusal::one_of, "used between MPI_Init and MPI_Finalize");
+    }
+    const MPI_Comm handle = *static_cast<const MPI_Comm*>(comm);
+    if (handle == MPI_COMM_NULL) check.fail("comm", "MPI_COMM_NULL", refusal::absent);
+    return std::make_unique<MpiCommunicator>(handle, timeout);
+  });
 }
 
 }  // namespace winnow

@@ -5,6 +5,7 @@
 #include <array>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -14,6 +15,7 @@
 #include <fmt/format.h>
 
 #include "core/check.h"
+#include "core/memory_errors.h"
 #include "core/refusals.h"
 #include "cuda/common/runtime.h"
 #include "parallel/agreement.h"
@@ -151,10 +153,10 @@ class NcclCommunicator final : public Communicator {
 
   /// Waits for pending collectives, since they use our memory; after the time-out they are aborted.
   ~NcclCommunicator() override {
-    if (!broken_.empty()) return;
+    if (broken_) return;
     try {
-      guarded([&] { finish_pending(); });
-    } catch (const std::exception&) {
+      guarded("~Communicator", [&] { finish_pending(); });
+    } catch (const Error&) {
       // guarded() has aborted the communicator; a destructor cannot report the error.
     }
   }
@@ -165,8 +167,9 @@ class NcclCommunicator final : public Communicator {
 
   void all_gather(const Tensor& shard, const Tensor& whole, std::span<const std::int64_t> rows,
                   const Execution& execution) override {
-    const Collective call = begin(CallKind::all_gather, shard, whole, rows);
-    guarded([&] {
+    refuse_if_broken();
+    guarded(name(CallKind::all_gather), [&] {
+      const Collective call = begin(CallKind::all_gather, shard, whole, rows);
       enqueue_agreement(call, execution.stream);
       if (has_equal_shards(call)) {
         check(nccl().AllGather(shard.data, whole.data, bytes(call, call.own), kUint8, comm_,
@@ -185,8 +188,9 @@ class NcclCommunicator final : public Communicator {
 
   void reduce_scatter(const Tensor& whole, const Tensor& shard, std::span<const std::int64_t> rows,
                       const Execution& execution) override {
-    const Collective call = begin(CallKind::reduce_scatter, shard, whole, rows);
-    guarded([&] {
+    refuse_if_broken();
+    guarded(name(CallKind::reduce_scatter), [&] {
+      const Collective call = begin(CallKind::reduce_scatter, shard, whole, rows);
       enqueue_agreement(call, execution.stream);
       if (has_equal_shards(call)) {
         check(nccl().ReduceScatter(whole.data, shard.data, bytes(call, call.own) / sizeof(float),
@@ -206,7 +210,7 @@ class NcclCommunicator final : public Communicator {
 
   void wait(const Execution& execution) override {
     refuse_if_broken();
-    guarded([&] { wait_and_compare(execution.stream); });
+    guarded("wait", [&] { wait_and_compare(execution.stream); });
   }
 
  private:
@@ -245,7 +249,6 @@ class NcclCommunicator final : public Communicator {
 
   Collective begin(CallKind kind, const Tensor& shard, const Tensor& whole,
                    std::span<const std::int64_t> rows) {
-    refuse_if_broken();
     // Counts the call even if its arguments are refused, since other ranks may have entered it.
     ++number_;
     const Collective call =
@@ -255,29 +258,46 @@ class NcclCommunicator final : public Communicator {
       arguments.fail("shard", winnow::describe(shard), refusal::device, describe(device_),
                      "the communicator");
     }
-    if (free_slots_.empty()) guarded([&] { wait_and_compare(pending_.front().stream); });
+    if (free_slots_.empty()) wait_and_compare(pending_.front().stream);
     return call;
   }
 
   void refuse_if_broken() const {
-    if (broken_.empty()) return;
-    throw Error(ErrorCode::communication, "the communicator is broken since: " + broken_);
+    if (!broken_) return;
+    with_memory_errors("the communicator", [&] {
+      throw Error(ErrorCode::communication,
+                  fmt::format("the communicator is broken since: {}", broken_->what()));
+    });
   }
 
+  /// Any Error but that of a refused argument breaks the communicator.
   template <class Body>
-  void guarded(const Body& body) {
+  void guarded(std::string_view function, const Body& body) {
     try {
-      const DeviceGuard guard(device_);
-      body();
-    } catch (const std::exception& error) {
-      broken_ = error.what();
-      // Aborts what still runs on the device. That may block on the caller's work ahead of it in
-      // the stream, so a thread does it, which the destructor joins.
-      abort_ = std::jthread([comm = comm_, device = device_.index] {
-        cudaSetDevice(device);
-        nccl().CommAbort(comm);
+      with_memory_errors(function, [&] {
+        const DeviceGuard guard(device_);
+        body();
       });
+    } catch (const Error& error) {
+      if (error.code() == ErrorCode::invalid_argument) throw;
+      broken_ = error;
+      abort();
       throw;
+    }
+  }
+
+  /// Aborts what still runs on the device. That may block on the caller's work ahead of it in the
+  /// stream, so a thread does it, which the destructor joins, unless none can be started.
+  void abort() {
+    const auto abort_on_device = [comm = comm_, device = device_.index] {
+      cudaSetDevice(device);
+      nccl().CommAbort(comm);
+    };
+    try {
+      abort_ = std::jthread(abort_on_device);
+    } catch (const std::exception&) {
+      const DeviceGuard guard(device_);
+      abort_on_device();
     }
   }
 
@@ -357,7 +377,7 @@ class NcclCommunicator final : public Communicator {
   int rank_;
   int size_;
   Device device_;
-  std::string broken_;  // the error that broke the communicator; empty while it works
+  std::optional<Error> broken_;  // the error that broke the communicator
   Traffic traffic_;
   Signatures signatures_;
   std::vector<std::size_t> free_slots_;
@@ -368,10 +388,12 @@ class NcclCommunicator final : public Communicator {
 }  // namespace
 
 std::unique_ptr<Communicator> nccl_communicator(ncclComm* comm, std::chrono::milliseconds timeout) {
-  const Check check("nccl_communicator");
-  if (comm == nullptr) check.fail("comm", "null", refusal::absent);
-  check.in_range("timeout", timeout.count(), 1, std::numeric_limits<std::int32_t>::max());
-  return std::make_unique<NcclCommunicator>(comm, timeout);
+  return with_memory_errors("nccl_communicator", [&]() -> std::unique_ptr<Communicator> {
+    const Check check("nccl_communicator");
+    if (comm == nullptr) check.fail("comm", "null", refusal::absent);
+    check.in_range("timeout", timeout.count(), 1, std::numeric_limits<std::int32_t>::max());
+    return std::make_unique<NcclCommunicator>(comm, timeout);
+  });
 }
 
 }  // namespace winnow

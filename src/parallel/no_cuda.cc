@@ -2,6 +2,7 @@
 // Stubs for NCCL and CUDA devices in a build without CUDA.
 #include <fmt/format.h>
 
+#include "core/memory_errors.h"
 #include "core/refusals.h"
 #include "parallel/device.h"
 #include "winnow/error.h"
@@ -31,8 +32,10 @@ void upload(Device, void*, const void*, std::size_t, const Execution&) { refuse(
 }  // namespace parallel
 
 std::unique_ptr<Communicator> nccl_communicator(ncclComm*, std::chrono::milliseconds) {
-  throw Error(ErrorCode::unsupported,
-              fmt::format(refusal::part_not_built, "nccl_communicator", "CUDA"));
+  return with_memory_errors("nccl_communicator", [&]() -> std::unique_ptr<Communicator> {
+    throw Error(ErrorCode::unsupported,
+                fmt::format(refusal::part_not_built, "nccl_communicator", "CUDA"));
+  });
 }
 
 }  // namespace winnow

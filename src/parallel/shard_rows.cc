@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "core/check.h"
+#include "core/memory_errors.h"
 #include "winnow/parallel.h"
 
 namespace winnow {
@@ -101,16 +102,18 @@ void shard_zigzag(const std::vector<Document>& documents, std::int64_t multiple,
 
 Shards shard_rows(std::span<const std::int32_t> cu_seqlens, std::int64_t tokens, int ranks,
                   Sharding sharding, int multiple) {
-  check_arguments(cu_seqlens, tokens, ranks, sharding, multiple);
-  const std::vector<Document> documents = documents_of(cu_seqlens, tokens);
-  Shards shards{std::vector<std::vector<std::int32_t>>(static_cast<std::size_t>(ranks))};
-  for (auto& rows : shards.rows) rows.reserve(static_cast<std::size_t>(tokens / ranks + 1));
-  if (sharding == Sharding::contiguous) {
-    shard_contiguous(documents, tokens, multiple, shards);
-  } else {
-    shard_zigzag(documents, multiple, shards);
-  }
-  return shards;
+  return with_memory_errors("shard_rows", [&] {
+    check_arguments(cu_seqlens, tokens, ranks, sharding, multiple);
+    const std::vector<Document> documents = documents_of(cu_seqlens, tokens);
+    Shards shards{std::vector<std::vector<std::int32_t>>(static_cast<std::size_t>(ranks))};
+    for (auto& rows : shards.rows) rows.reserve(static_cast<std::size_t>(tokens / ranks + 1));
+    if (sharding == Sharding::contiguous) {
+      shard_contiguous(documents, tokens, multiple, shards);
+    } else {
+      shard_zigzag(documents, multiple, shards);
+    }
+    return shards;
+  });
 }
 
 }  // namespace winnow

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "core/check.h"
+#include "core/memory_errors.h"
 
 namespace winnow {
 namespace {
@@ -120,71 +121,77 @@ std::vector<T> gathered(const std::vector<T>& values, std::int64_t first,
 }  // namespace
 
 ThdLayout thd_layout(const PaddedDocuments& documents, std::int64_t chunks) {
-  const Check check("thd_batch");
-  check_arguments(check, documents, chunks);
-  ThdLayout layout;
-  layout.chunks = chunks;
-  layout.tokens = documents.rows / chunks * documents.row_tokens;
+  return with_memory_errors("thd_batch", [&] {
+    const Check check("thd_batch");
+    check_arguments(check, documents, chunks);
+    ThdLayout layout;
+    layout.chunks = chunks;
+    layout.tokens = documents.rows / chunks * documents.row_tokens;
 
-  std::vector<Offsets> real(chunks, {0});
-  std::vector<Offsets> padded(chunks, {0});
-  for (std::int64_t r = 0; r < documents.rows; ++r) {
-    const Row row = checked_row(check, documents, r);
-    const std::int64_t chunk = r / (documents.rows / chunks);
-    for (std::size_t j = 0; j < row.real.size(); ++j) {
-      layout.padding_mask.insert(layout.padding_mask.end(), row.real[j], 0);
-      layout.padding_mask.insert(layout.padding_mask.end(), row.padded[j] - row.real[j], 1);
-      append_length(real[chunk], row.real[j]);
-      append_length(padded[chunk], row.padded[j]);
+    std::vector<Offsets> real(chunks, {0});
+    std::vector<Offsets> padded(chunks, {0});
+    for (std::int64_t r = 0; r < documents.rows; ++r) {
+      const Row row = checked_row(check, documents, r);
+      const std::int64_t chunk = r / (documents.rows / chunks);
+      for (std::size_t j = 0; j < row.real.size(); ++j) {
+        layout.padding_mask.insert(layout.padding_mask.end(), row.real[j], 0);
+        layout.padding_mask.insert(layout.padding_mask.end(), row.padded[j] - row.real[j], 1);
+        append_length(real[chunk], row.real[j]);
+        append_length(padded[chunk], row.padded[j]);
+      }
     }
-  }
 
-  for (std::int64_t c = 0; c < chunks; ++c) {
-    if (std::equal(real[c].begin(), real[c].end() - 1, padded[c].begin())) real[c] = padded[c];
-    layout.offsets = std::max(layout.offsets, static_cast<std::int64_t>(real[c].size()));
-    layout.max_seqlen.push_back(longest(real[c]));
-  }
-  const bool padding_between = real != padded;
-  for (std::int64_t c = 0; c < chunks; ++c) {
-    append(layout.cu_seqlens, real[c], layout.offsets, documents.fill);
-    if (padding_between)
-      append(layout.cu_seqlens_padded, padded[c], layout.offsets, documents.fill);
-  }
-  return layout;
+    for (std::int64_t c = 0; c < chunks; ++c) {
+      if (std::equal(real[c].begin(), real[c].end() - 1, padded[c].begin())) real[c] = padded[c];
+      layout.offsets = std::max(layout.offsets, static_cast<std::int64_t>(real[c].size()));
+      layout.max_seqlen.push_back(longest(real[c]));
+    }
+    const bool padding_between = real != padded;
+    for (std::int64_t c = 0; c < chunks; ++c) {
+      append(layout.cu_seqlens, real[c], layout.offsets, documents.fill);
+      if (padding_between)
+        append(layout.cu_seqlens_padded, padded[c], layout.offsets, documents.fill);
+    }
+    return layout;
+  });
 }
 
 ThdBatch thd_batch(const PaddedBatch& batch, std::int64_t chunks) {
-  ThdBatch result{thd_layout(batch.documents, chunks)};
-  const auto flat = [&](const char* argument, std::span<const std::int64_t> values) {
-    check_token_count(Check("thd_batch"), result.layout, argument, values.size());
-    return std::vector<std::int64_t>(values.begin(), values.end());
-  };
-  result.input_ids = flat("input_ids", batch.input_ids);
-  result.labels = flat("labels", batch.labels);
-  result.position_ids = flat("position_ids", batch.position_ids);
-  return result;
+  return with_memory_errors("thd_batch", [&] {
+    ThdBatch result{thd_layout(batch.documents, chunks)};
+    const auto flat = [&](const char* argument, std::span<const std::int64_t> values) {
+      check_token_count(Check("thd_batch"), result.layout, argument, values.size());
+      return std::vector<std::int64_t>(values.begin(), values.end());
+    };
+    result.input_ids = flat("input_ids", batch.input_ids);
+    result.labels = flat("labels", batch.labels);
+    result.position_ids = flat("position_ids", batch.position_ids);
+    return result;
+  });
 }
 
 ThdShard thd_shard(const ThdBatch& batch, std::int64_t chunk, std::span<const std::int32_t> rows) {
-  const Check check("thd_shard");
-  check.in_range("chunk", chunk, 0, batch.layout.chunks - 1);
-  const auto outside = std::find_if(rows.begin(), rows.end(), [&](std::int32_t row) {
-    return row < 0 || row >= batch.layout.tokens;
+  return with_memory_errors("thd_shard", [&]() -> ThdShard {
+    const Check check("thd_shard");
+    check.in_range("chunk", chunk, 0, batch.layout.chunks - 1);
+    const auto outside = std::find_if(rows.begin(), rows.end(), [&](std::int32_t row) {
+      return row < 0 || row >= batch.layout.tokens;
+    });
+    if (outside != rows.end()) {
+      check.in_range(fmt::format("rows[{}]", outside - rows.begin()).c_str(), *outside, 0,
+                     batch.layout.tokens - 1);
+    }
+    check_token_count(check, batch.layout, "input_ids", batch.input_ids.size());
+    check_token_count(check, batch.layout, "labels", batch.labels.size());
+    check_token_count(check, batch.layout, "position_ids", batch.position_ids.size());
+    check_token_count(check, batch.layout, "padding_mask", batch.layout.padding_mask.size());
+    const std::int64_t first = chunk * batch.layout.tokens;
+    return {.query_rows = {rows.begin(), rows.end()},
+            .input_ids = gathered(batch.input_ids, first, rows),
+            .labels = gathered(batch.labels, first, rows),
+            .position_ids = gathered(batch.position_ids, first, rows),
+            .padding_mask = gathered(batch.layout.padding_mask, first, rows)};
   });
-  if (outside != rows.end()) {
-    check.in_range(fmt::format("rows[{}]", outside - rows.begin()).c_str(), *outside, 0,
-                   batch.layout.tokens - 1);
-  }
-  check_token_count(check, batch.layout, "input_ids", batch.input_ids.size());
-  check_token_count(check, batch.layout, "labels", batch.labels.size());
-  check_token_count(check, batch.layout, "position_ids", batch.position_ids.size());
-  check_token_count(check, batch.layout, "padding_mask", batch.layout.padding_mask.size());
-  const std::int64_t first = chunk * batch.layout.tokens;
-  return {.query_rows = {rows.begin(), rows.end()},
-          .input_ids = gathered(batch.input_ids, first, rows),
-          .labels = gathered(batch.labels, first, rows),
-          .position_ids = gathered(batch.position_ids, first, rows),
-          .padding_mask = gathered(batch.layout.padding_mask, first, rows)};
 }
 
 }  // namespace winnow
