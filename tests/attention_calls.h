@@ -226,6 +226,18 @@ inline AttentionOutputs plain_attention(const Attention& a) {
   return result;
 }
 
+/// Gradients of the formulas in double, on the stored values.
+inline AttentionGradients gradients_in_double(const Attention& a) {
+  Attention exact = a;
+  exact.dtype = DType::f64;
+  exact.scale = static_cast<float>(a.scale_or_default());
+  exact.q = as_stored(a.dtype, a.q);
+  exact.kv = as_stored(a.dtype, a.kv);
+  exact.d_out = as_stored(a.dtype, a.d_out);
+  exact.d_lse = as_stored(DType::f32, a.d_lse);
+  return forward_backward(exact, on(Backend::reference));
+}
+
 /// The sums that make up the gradients, over the magnitudes of their terms, those of dP and delta
 /// included: what rounding errors are measured by where terms cancel.
 inline AttentionGradients gradient_magnitudes(const Attention& a) {

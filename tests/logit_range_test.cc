@@ -145,18 +145,6 @@ TEST(LogitRange, ProductsMayReachTheEndOfFp32) {
 
 // ---- Backward.
 
-/// Gradients of the formulas in double, on the stored values.
-AttentionGradients gradients_in_double(const Attention& a) {
-  Attention exact = a;
-  exact.dtype = DType::f64;
-  exact.scale = static_cast<float>(a.scale_or_default());
-  exact.q = as_stored(a.dtype, a.q);
-  exact.kv = as_stored(a.dtype, a.kv);
-  exact.d_out = as_stored(a.dtype, a.d_out);
-  exact.d_lse = as_stored(DType::f32, a.d_lse);
-  return forward_backward(exact, on(Backend::reference));
-}
-
 bool all_finite(const Values& values) {
   return std::all_of(values.begin(), values.end(), [](double x) { return std::isfinite(x); });
 }
