@@ -141,6 +141,31 @@ TEST(IndexTarget, OfAnInfiniteSinkIsNothingAndOfMinusInfinityAll) {
   });
 }
 
+TEST(IndexTarget, OfASinkThatIsNaNIsNaN) {
+  on_each_attention(7, [](Backend backend, const Attention& whole) {
+    Attention a = whole;
+    const Values lse = forward(a, on(backend)).lse;
+    a.sink.assign(static_cast<std::size_t>(a.heads), 0.0);
+    a.sink.back() = kNaN;
+    EXPECT_TRUE(all_equal(target_of(a, lse, on(backend)), kNaN));
+  });
+}
+
+// By rounding to fp32 lse may lose more than exp bears.
+TEST(IndexTarget, IsAtMostTheHeadsWhereLogitsAreLarge) {
+  on_each_attention(8, [](Backend backend, const Attention& whole) {
+    for (const double factor : {1e10, 1e30}) {
+      SCOPED_TRACE(factor);
+      Attention a = whole;
+      for (double& value : a.q) value *= factor;
+      for (const double value : target_of(a, forward(a, on(backend)).lse, on(backend))) {
+        EXPECT_GE(value, 0);
+        EXPECT_LE(value, static_cast<double>(a.heads));
+      }
+    }
+  });
+}
+
 TEST(IndexTarget, RowsThreadsAndRepeatsDoNotMatter) {
   on_each_attention(7, [](Backend backend, const Attention& a) {
     const AttentionOutputs outputs = forward(a, on(backend));
@@ -278,6 +303,20 @@ TEST(IndexLoss, TakesScoresFarApartAndTargetsOfZero) {
     EXPECT_NEAR(result.loss[1], std::log(4), 1e-5);
     const Values expected = {0.5, -0.5, 0, 0, 0.25, 0.25, -0.75, 0.25};
     EXPECT_TRUE(ok(compare("d_scores", result.d_scores, expected, harness::loss_gradient_limit())));
+  });
+}
+
+TEST(IndexLoss, LargeScoresThatTieShareTheirRow) {
+  on_each_backend([](Backend backend) {
+    for (const double score : {1e10, 1e20, 3e38, -3e38}) {
+      SCOPED_TRACE(score);
+      Loss l = random_loss(2, 64, 17);
+      l.scores.assign(l.scores.size(), 0.0);
+      const LossResult expected = plain_loss(l);
+      l.scores.assign(l.scores.size(), score);
+      l.scores = as_stored(DType::f32, l.scores);
+      expect_close(loss_of(l, on(backend)), expected);
+    }
   });
 }
 

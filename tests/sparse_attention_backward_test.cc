@@ -10,6 +10,11 @@ void clear_row(Attention& a, std::int64_t t) {
   for (std::int64_t j = 0; j < a.topk; ++j) a.indices[t * a.topk + j] = j % 2 == 0 ? -1 : kMaxInt32;
 }
 
+bool all_within(const Values& values, double limit) {
+  return std::all_of(values.begin(), values.end(),
+                     [&](double value) { return std::fabs(value) <= limit; });
+}
+
 /// a * x + b * y
 Values combined(double a, const Values& x, double b, const Values& y) {
   Values result(x.size());
@@ -109,6 +114,24 @@ TEST(SparseAttentionBackward, SlotsPastLengthsHoldNone) {
       for (std::int64_t j = a.lengths[t]; j < a.topk; ++j) cut.indices[t * a.topk + j] = -1;
     }
     expect_close(a, forward_backward(a, execution), forward_backward(cut, execution));
+  });
+}
+
+// Where a row has one key, p is 1 and d_out.v - delta is 0 but for rounding: the gradients are far
+// smaller than their terms, by which their errors are measured.
+TEST(SparseAttentionBackward, GradientsWhoseTermsCancelAreAsPreciseAsTheTerms) {
+  on_each_attention_kernel(46, [](const Execution& execution, const Attention& whole) {
+    for (const std::int64_t keys : {1, 2}) {
+      SCOPED_TRACE(keys);
+      Attention a = whole;
+      a.lengths.assign(static_cast<std::size_t>(a.tokens), static_cast<std::int32_t>(keys));
+      a.d_lse.clear();
+      const AttentionGradients expected = gradients_in_double(a);
+      expect_within_magnitudes(a, forward_backward(a, execution), expected);
+      if (keys == 1 && a.sink.empty()) {
+        EXPECT_TRUE(all_within(expected.d_q, 1e-12));
+      }
+    }
   });
 }
 

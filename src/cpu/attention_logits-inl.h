@@ -2,7 +2,6 @@
 // Dot products of one query row with blocks of keys, vectorised over the heads; for the indexer's
 // target and its warm-up loss. Included once per SIMD target.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <span>
@@ -13,6 +12,7 @@
 #include "core/view.h"
 #include "cpu/exp-inl.h"
 #include "cpu/index_scores-inl.h"
+#include "cpu/log_add_exp.h"
 #include "cpu/matmul-inl.h"
 #include "cpu/pack-inl.h"
 #include "cpu/simd.h"
@@ -43,13 +43,6 @@ struct RowProductsPlan {
            Scratch::bytes<float>(kept_keys * head_stride) + Scratch::bytes<float>(head_stride);
   }
 };
-
-/// log(exp(a) + exp(b))
-inline double log_add_exp(double a, double b) {
-  const double larger = std::max(a, b);
-  if (std::isinf(larger)) return larger;
-  return larger + std::log1p(std::exp(std::min(a, b) - larger));
-}
 
 /// The tensor without the rows before `row`.
 inline Tensor from_row(Tensor tensor, std::int64_t row) {
@@ -139,13 +132,14 @@ inline void load_log_sums(const Tensor& lse, const Tensor& sink, std::int64_t t,
   }
 }
 
-/// sum_h exp(scale * a[i,h] - log_sum[h]), where a logit of -inf contributes 0.
+/// The probabilities exp(scale * a[i,h] - log_sum[h]) of a key, summed over heads, where a logit of
+/// -inf contributes 0.
 inline float target_of_key(const RowProducts& products, std::int64_t i, float scale) {
   const FloatTag d;
   auto sum = hn::Zero(d);
   for (std::int64_t h = 0; h < products.heads(); h += kLanes) {
     const auto logit = hn::Mul(hn::Set(d, scale), products.at(i, h));
-    const auto p = exp(d, hn::Sub(logit, hn::LoadU(d, products.per_head.data() + h)));
+    const auto p = probability(d, hn::Sub(logit, hn::LoadU(d, products.per_head.data() + h)));
     const auto is_no_key = hn::Eq(logit, hn::Set(d, -std::numeric_limits<float>::infinity()));
     sum = hn::Add(
         sum, hn::IfThenElseZero(head_mask(h, products.heads()), hn::IfThenZeroElse(is_no_key, p)));

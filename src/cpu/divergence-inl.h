@@ -92,13 +92,14 @@ inline float divergence(std::span<const float> scores, const float* target, floa
     const auto shifted = hn::Sub(score, hn::Set(d, largest));
     exp_sums = hn::Add(exp_sums, hn::IfThenElseZero(is_valid, exp_or_nan(shifted)));
   });
-  const double log_sum = largest + std::log(total(exp_sums));
+  // Apart from `largest`, in which it would be lost if that is large.
+  const double log_sum = std::log(total(exp_sums));
 
   const auto nan = hn::Set(d, std::numeric_limits<double>::quiet_NaN());
   auto loss = hn::Zero(d);
   for_each_vector([&](std::int64_t j, auto score, auto is_valid, auto target_here) HWY_ATTR {
     const auto p_target = hn::Div(target_here, hn::Set(d, target_sum));
-    const auto log_softmax = hn::Sub(score, hn::Set(d, log_sum));
+    const auto log_softmax = hn::Sub(hn::Sub(score, hn::Set(d, largest)), hn::Set(d, log_sum));
     const auto log_target =
         hn::IfThenElse(hn::Lt(p_target, hn::Zero(d)), nan, hn::Log(d, p_target));
     const auto term = hn::Mul(p_target, hn::Sub(log_target, log_softmax));

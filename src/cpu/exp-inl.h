@@ -46,6 +46,13 @@ HWY_INLINE hn::Vec<D> exp(D d, hn::Vec<D> x) {
   return hn::IfThenZeroElse(hn::Lt(x, hn::Set(d, -86.643f)), y);
 }
 
+/// exp(x) of x = logit - lse, and 1 where x is above 0: lse, rounded to fp32, may be far below the
+/// logit where both are large. NaN stays NaN.
+template <class D>
+HWY_INLINE hn::Vec<D> probability(D d, hn::Vec<D> x) {
+  return exp(d, hn::IfThenZeroElse(hn::Gt(x, hn::Zero(d)), x));
+}
+
 }  // namespace winnow::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 #endif

@@ -20,6 +20,7 @@
 #include "core/view.h"
 #include "cpu/attention.h"
 #include "cpu/backward_plan.h"
+#include "cpu/log_add_exp.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
 #include "cpu/valid_keys.h"
@@ -37,14 +38,6 @@
 HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 namespace {
-
-/// log(exp(a) + exp(b)); NaN if a or b is NaN.
-double log_add_exp(double a, double b) {
-  if (std::isnan(b)) return b;
-  const double larger = std::max(a, b);
-  if (std::isinf(larger)) return larger;
-  return larger + std::log1p(std::exp(std::min(a, b) - larger));
-}
 
 float dot(const float* a, const float* b, std::int64_t count) {
   const FloatTag d;
@@ -106,10 +99,10 @@ void differentiate(const QueryPass& row, float* records, std::int64_t stride, st
       const auto s = hn::Mul(hn::LoadU(d, p_at), scales);
       // A logit of -inf contributes nothing; if all of a row are -inf, s - L would be NaN.
       const auto is_no_key = hn::Eq(s, minus_infinity);
-      const auto p = hn::IfThenZeroElse(is_no_key, exp(d, hn::Sub(s, log_sum)));
+      const auto p = hn::IfThenZeroElse(is_no_key, probability(d, hn::Sub(s, log_sum)));
       auto dS = hn::Mul(p, hn::Sub(hn::LoadU(d, dS_at), delta));
       if (has_d_lse) {
-        const auto p_of_keys = hn::IfThenZeroElse(is_no_key, exp(d, hn::Sub(s, lse)));
+        const auto p_of_keys = hn::IfThenZeroElse(is_no_key, probability(d, hn::Sub(s, lse)));
         dS = hn::MulAdd(p_of_keys, d_lse, dS);
       }
       hn::StoreU(p, d, p_at);

@@ -2,16 +2,18 @@
 // Sparse attention forward with online softmax. A task is one query row and a group of its heads;
 // it goes through the keys of the row in blocks:
 //   keys         a block of keys, gathered and converted to fp32 once per group  [keys, qk_dim]
-//   scores       keys x q^T, then exp(s - shift)                                 [keys, heads]
+//   scores       keys x q^T, then exp(rest * (s - shift))                        [keys, heads]
 //   accumulator  += scores^T x keys                                              [heads, v_dim]
 // With heads along the vectors, maxima and sums over keys need no operation across lanes, and
 // scores are already the MN-major left operand of the second product. The block, q^T and the
-// accumulator stay in L2, panels of them in L1.
+// accumulator stay in L2, panels of them in L1. s is a product times the power of two in the scale,
+// and a logit is rest * s (core/logit_scale.h).
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "backend_operators.h"
+#include "core/logit_scale.h"
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "core/view.h"
@@ -53,7 +55,7 @@ struct ForwardRow {
         keys(scratch.take<float>(kBlockKeys * padded_stride(n.qk_dim)).data()),
         scores(scratch.take<float>(kBlockKeys * padded_stride(heads)).data()),
         accumulator(scratch.take<float>(heads * padded_stride(n.v_dim)).data()),
-        max_logit(scratch.take<float>(padded_columns(heads)).data()),
+        max_score(scratch.take<float>(padded_columns(heads)).data()),
         shift(scratch.take<float>(padded_columns(heads)).data()),
         exp_sum(scratch.take<float>(padded_columns(heads)).data()),
         rescale(scratch.take<float>(padded_columns(heads)).data()),
@@ -62,10 +64,10 @@ struct ForwardRow {
   float* q;                // [qk_dim, heads]
   float* keys;             // [kBlockKeys, qk_dim]
   float* scores;           // [kBlockKeys, heads]
-  float* accumulator;      // [heads, v_dim]  sum_j exp(s_j - shift) v_j
-  float* max_logit;        // [heads]         maximum of all s_j so far
-  float* shift;            // [heads]         close to max_logit; -inf before the first key
-  float* exp_sum;          // [heads]         sum_j exp(s_j - shift)
+  float* accumulator;      // [heads, v_dim]  sum_j exp(rest * (s_j - shift)) v_j
+  float* max_score;        // [heads]         maximum of all s_j so far
+  float* shift;            // [heads]         close to max_score; -inf before the first key
+  float* exp_sum;          // [heads]         sum_j exp(rest * (s_j - shift))
   float* rescale;          // [heads]         factor of accumulator and exp_sum after a new shift
   std::int32_t* key_rows;  // [kBlockKeys]
 };
@@ -79,24 +81,26 @@ namespace winnow::cpu::HWY_NAMESPACE {
 namespace {
 
 /// One step of online softmax for kLanes heads: replaces the products in `scores` by
-/// exp(s - shift). Returns whether the shift has changed.
-HWY_INLINE bool exponentiate(float* scores, std::int64_t stride, std::int64_t count, float scale,
-                             float* max_logit, float* shift, float* exp_sum, float* rescale) {
+/// exp(rest * (s - shift)). Returns whether the shift has changed.
+HWY_INLINE bool exponentiate(float* scores, std::int64_t stride, std::int64_t count,
+                             LogitScale scale, float* max_score, float* shift, float* exp_sum,
+                             float* rescale) {
   // The old shift is kept until the maximum exceeds it by this: exponentials stay far from
   // overflow, and the accumulator is seldom rescaled.
   constexpr float kSlack = 16;
   const FloatTag d;
-  const auto scales = hn::Set(d, scale);
+  const auto power = hn::Set(d, scale.power);
+  const auto rest = hn::Set(d, scale.rest);
   const auto minus_infinity = hn::Set(d, -std::numeric_limits<float>::infinity());
   auto block_max = minus_infinity;
   for (std::int64_t j = 0; j < count; ++j) {
-    const auto s = hn::Mul(hn::LoadU(d, scores + j * stride), scales);
+    const auto s = hn::Mul(hn::LoadU(d, scores + j * stride), power);
     block_max = hn::IfThenElse(hn::Gt(s, block_max), s, block_max);  // ignores NaN
   }
   const auto old_shift = hn::LoadU(d, shift);
-  const auto changes = hn::Gt(block_max, hn::Add(old_shift, hn::Set(d, kSlack)));
+  const auto changes = hn::Gt(hn::Mul(rest, hn::Sub(block_max, old_shift)), hn::Set(d, kSlack));
   const auto new_shift = hn::IfThenElse(changes, block_max, old_shift);
-  hn::StoreU(hn::Max(hn::LoadU(d, max_logit), block_max), d, max_logit);
+  hn::StoreU(hn::Max(hn::LoadU(d, max_score), block_max), d, max_score);
   hn::StoreU(new_shift, d, shift);
 
   // If all scores are -inf the shift is 0, since -inf - -inf would be NaN.
@@ -104,12 +108,13 @@ HWY_INLINE bool exponentiate(float* scores, std::int64_t stride, std::int64_t co
   auto sum = hn::Zero(d);
   for (std::int64_t j = 0; j < count; ++j) {
     float* const at = scores + j * stride;
-    const auto p = exp(d, hn::MulSub(hn::LoadU(d, at), scales, finite_shift));
+    // Exact but for the last product, and so 1 where s is the shift.
+    const auto p = exp(d, hn::Mul(rest, hn::MulSub(hn::LoadU(d, at), power, finite_shift)));
     hn::StoreU(p, d, at);
     sum = hn::Add(sum, p);
   }
-  const auto factors =
-      hn::IfThenElse(changes, exp(d, hn::Sub(old_shift, finite_shift)), hn::Set(d, 1.0f));
+  const auto factors = hn::IfThenElse(
+      changes, exp(d, hn::Mul(rest, hn::Sub(old_shift, finite_shift))), hn::Set(d, 1.0f));
   hn::StoreU(factors, d, rescale);
   hn::StoreU(hn::MulAdd(hn::LoadU(d, exp_sum), factors, sum), d, exp_sum);
   return !hn::AllFalse(d, changes);
@@ -131,15 +136,16 @@ void finish_heads(const SparseAttentionForward& args, const ForwardRow& row, std
   const View<const float, 1> sink(args.sink);
   const View<float, 2> lse(args.lse);
   const View<float, 2> max_logits(args.max_logits);
+  const LogitScale scale(args.scale);
   for (std::int64_t i = 0; i < heads.count; ++i) {
     const std::int64_t h = heads.begin + i;
     const double sum = has_keys ? row.exp_sum[i] : 0.0;
+    const double shift = has_keys ? double{scale.rest} * row.shift[i] : 0.0;
     // exp(sink) on the scale of the shifted exponentials. If it overflows double, the output is 0,
     // which is the correct limit.
-    const double sink_exp =
-        sink && sum != 0 ? std::exp(static_cast<double>(sink(h)) - row.shift[i]) : 0.0;
-    lse(t, h) = sum != 0 ? static_cast<float>(row.shift[i] + std::log(sum)) : -kInfinity;
-    if (max_logits) max_logits(t, h) = has_keys ? row.max_logit[i] : -kInfinity;
+    const double sink_exp = sink && sum != 0 ? std::exp(static_cast<double>(sink(h)) - shift) : 0.0;
+    lse(t, h) = sum != 0 ? static_cast<float>(shift + std::log(sum)) : -kInfinity;
+    if (max_logits) max_logits(t, h) = has_keys ? scale.rest * row.max_score[i] : -kInfinity;
     float* const accumulator = row.accumulator + i * padded_stride(v_dim);
     // A NaN from a key reaches the output whatever the sink is.
     const bool is_zero =
@@ -165,7 +171,7 @@ void attend(const SparseAttentionForward& args, std::int64_t t, HeadRange heads,
     // row.keys serves as scratch here: no keys have been gathered yet.
     transpose_rows(slice(args.q, t), heads.begin, heads.count, row.q, head_stride, row.keys);
     constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-    std::fill_n(row.max_logit, padded_columns(heads.count), kMinusInfinity);
+    std::fill_n(row.max_score, padded_columns(heads.count), kMinusInfinity);
     std::fill_n(row.shift, padded_columns(heads.count), kMinusInfinity);
     std::fill_n(row.exp_sum, padded_columns(heads.count), 0.0f);
   }
@@ -176,8 +182,8 @@ void attend(const SparseAttentionForward& args, std::int64_t t, HeadRange heads,
     bool has_new_shift = false;
     for (std::int64_t i = 0; i < heads.count; i += kLanes) {
       has_new_shift |=
-          exponentiate(row.scores + i, head_stride, count, args.scale, row.max_logit + i,
-                       row.shift + i, row.exp_sum + i, row.rescale + i);
+          exponentiate(row.scores + i, head_stride, count, LogitScale(args.scale),
+                       row.max_score + i, row.shift + i, row.exp_sum + i, row.rescale + i);
     }
     for (std::int64_t i = 0; has_new_shift && !is_first && i < heads.count; ++i) {
       if (row.rescale[i] != 1)

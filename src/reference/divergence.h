@@ -25,13 +25,14 @@ inline double divergence(std::span<const double> scores, std::span<const double>
   }
   if (valid < 2 || sum == 0) return 0;
 
-  const double log_sum = log_sum_exp(scores);
+  const Softmax softmax(scores);
   double loss = 0;
   for (std::size_t j = 0; j < scores.size(); ++j) {
     if (scores[j] == kMinusInfinity) continue;
     const double p_target = target[j] / sum;
-    if (p_target != 0) loss += p_target * (std::log(p_target) - (scores[j] - log_sum));
-    d_scores[j] = std::exp(scores[j] - log_sum) - p_target;
+    const double log_softmax = softmax.log_probability(scores[j]);
+    if (p_target != 0) loss += p_target * (std::log(p_target) - log_softmax);
+    d_scores[j] = std::exp(log_softmax) - p_target;
   }
   return loss;
 }

@@ -190,17 +190,16 @@ void run(const SparseAttentionForward& args, const Execution& execution) {
 
                  for (std::int64_t h = 0; h < n.heads; ++h) {
                    const std::span<double> s_of_head = row(s, h, n.topk);
-                   const double lse = log_sum_exp(s_of_head);
+                   const Softmax softmax(s_of_head);
                    const double sink = args.sink ? read(args.sink, {h}) : kMinusInfinity;
-                   const double log_sum = log_add_exp(lse, sink);
-                   write(args.lse, {t, h}, lse);
+                   write(args.lse, {t, h}, softmax.lse());
                    if (args.max_logits) {
                      double largest = kMinusInfinity;
                      for (const double value : s_of_head)
                        largest = std::fmax(largest, value);  // ignores NaN
                      write(args.max_logits, {t, h}, largest);
                    }
-                   for (double& value : s_of_head) value = probability(value, log_sum);
+                   for (double& value : s_of_head) value = softmax.probability(value, sink);
                  }
 
                  std::fill(out.begin(), out.end(), 0.0);

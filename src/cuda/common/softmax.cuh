@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The online softmax in powers of two: its exponential, and the results of a row from its largest
-// logit and its sum.
+// score and its sum. A score is a product q.k times the power of two in the scale, and a logit is
+// `rest` times that (core/logit_scale.h).
 #pragma once
 
 #include <cmath>
@@ -17,27 +18,30 @@ __device__ inline float fast_exp2(float x) {
   return result;
 }
 
-/// The base that logits are measured from: the largest, or 0 while there is none, so that -inf is
+/// min(x, 0) of x = logit - lse, whose exponential is a probability: lse, rounded to fp32, may be
+/// far below the logit where both are large. NaN stays NaN.
+__device__ inline float at_most_0(float x) {
+  float result = 0;
+  asm("min.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+/// The base that scores are measured from: the largest, or 0 while there is none, so that -inf is
 /// never subtracted from -inf.
 __device__ inline float softmax_base(float largest) { return largest == -INFINITY ? 0 : largest; }
 
 struct RowEnd {
   float lse;         // natural log, keys only
   float max_logit;   // natural
-  float normalizer;  // by which the sum of 2^(s - largest) * value is multiplied
+  float normalizer;  // by which the sum of exp(logit - max_logit) * value is multiplied
 };
 
-/// The results of a row from its `largest` logit and its `sum` of 2^(s - softmax_base(largest)),
-/// with s in units of log2. `sink` is a natural logit, -inf for none. A sum of 0 means no keys.
-__device__ inline RowEnd finish_row(float largest, float sum, float sink) {
+/// The results of a row from its largest logit and its `sum` of exp(logit - max_logit). `sink` is a
+/// logit too, -inf for none. A sum of 0 means no keys.
+__device__ inline RowEnd finish_row(float max_logit, float sum, float sink) {
   if (sum == 0) return {-INFINITY, -INFINITY, 0};
-  RowEnd row{(largest + log2f(sum)) * kLn2, largest * kLn2, 0};
-  if (sink == INFINITY) return row;
-  // In natural logits, because a finite sink may overflow in units of log2.
-  const float base = fmaxf(row.max_logit, sink);
-  const float keys = expf(row.max_logit - base);
-  row.normalizer = keys / (sum * keys + expf(sink - base));
-  return row;
+  // A sink whose exponential overflows leaves nothing to the keys.
+  return {max_logit + log2f(sum) * kLn2, max_logit, 1 / (sum + expf(sink - max_logit))};
 }
 
 }  // namespace winnow::cuda

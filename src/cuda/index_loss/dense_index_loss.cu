@@ -28,7 +28,7 @@ constexpr std::int64_t kMostRows = 1024;  // at a time: enough for all SMs
 
 // ---- lse.
 
-/// A sum of 2^s, represented as sum * 2^base(largest). It propagates NaN and infinities.
+/// A sum of exp(s), represented as sum * exp(base(largest)). It propagates NaN and infinities.
 struct LogSum {
   float largest = -INFINITY;
   float sum = 0;
@@ -38,19 +38,19 @@ struct LogSum {
   /// Rescales the sum to a largest logit that is no smaller.
   __device__ void raise(float new_largest) {
     if (largest != new_largest) {
-      sum *= largest == -INFINITY ? 0 : fast_exp2(base(largest) - base(new_largest));
+      sum *= largest == -INFINITY ? 0 : fast_exp2((base(largest) - base(new_largest)) * kLog2E);
     }
     largest = new_largest;
   }
-  __device__ void add(float s) { sum += fast_exp2(s - base(largest)); }
+  __device__ void add(float s) { sum += fast_exp2((s - base(largest)) * kLog2E); }
   __device__ void add(LogSum other) {
     const float both = fmaxf(largest, other.largest);
     raise(both);
     other.raise(both);
     sum += other.sum;
   }
-  /// The log of the sum, natural.
-  __device__ float lse() const { return (base(largest) + log2f(sum)) * kLn2; }
+  /// The log of the sum.
+  __device__ float lse() const { return base(largest) + log2f(sum) * kLn2; }
 };
 
 template <class T, int kHeads>
@@ -64,7 +64,7 @@ struct LseStorage {
 template <class T, int kHeads>
 __global__ void __launch_bounds__(kHeadThreads, 3)
     dense_lse_kernel(const __grid_constant__ HeadOperands operands, float* lse,
-                     std::int64_t lse_stride, float scale_log2) {
+                     std::int64_t lse_stride, float scale) {
   using Tile = HeadTile<T, kHeads>;
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<LseStorage<T, kHeads>*>(memory);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
               float& s = products[i][n][r * 2 + e];
-              s *= scale_log2;
+              s = __fmul_rn(s, scale);  // not fused with the difference, so that the largest is 0
               if (has_key[i][r]) largest = fmaxf(largest, s);
             }
           }
@@ -299,7 +299,7 @@ void run(const DenseIndexLossForward& args, const Execution& execution) {
                           .shared_bytes = sizeof(LseStorage<T, kHeads>),
                           .stream = stream},
                          operands, data_of<float>(args.lse) + first_head, args.lse.stride[0],
-                         static_cast<float>(args.scale * double{kLog2E}));
+                         args.scale);
                 });
 
   const std::int64_t tokens = args.q.shape[0];

@@ -50,13 +50,13 @@ __global__ void __launch_bounds__(kThreads)
                                      [](float a, float b) { return fmaxf(a, b); });
     const bool counts = valid >= 2 && target_sum != 0;
 
-    double log_sum = 0;
+    double log_sum = 0;  // of exp(score - largest), in which it would be lost if that is large
     if (counts) {
       double exponentials = 0;
       for_valid([&](std::int64_t, float score) {
         exponentials += exp(static_cast<double>(score) - largest);
       });
-      log_sum = largest + log(reduce_block<kThreads>(exponentials, sum_storage, add));
+      log_sum = log(reduce_block<kThreads>(exponentials, sum_storage, add));
     }
 
     // Every thread overwrites the slots that it has read itself, so that d_scores may be scores.
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
       const float score = counts && slots.key(j) >= 0 ? scores[j] : -INFINITY;
       if (score != -INFINITY) {
         const double wanted = target[j] / target_sum;
-        const double log_p = score - log_sum;
+        const double log_p = (static_cast<double>(score) - largest) - log_sum;
         if (call.loss != nullptr && wanted != 0) loss += wanted * (log(wanted) - log_p);
         d_score = exp(log_p) - wanted;
       }

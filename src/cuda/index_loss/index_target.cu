@@ -20,21 +20,20 @@ __device__ float log_add_exp(float a, float b) {
   return larger + log1pf(expf((b < a ? b : a) - larger));
 }
 
-/// exp(scale * product - L), in powers of two.
+/// exp(scale * product - L). The logit is rounded as in the lse of attention, so that of the
+/// largest one next to nothing remains where both are large.
 struct Probability {
   const float* lse;   // [tokens, heads], natural
   const float* sink;  // [heads], or null
   std::int64_t lse_stride;
-  float scale_log2;
+  float scale;
 
   __device__ float of_head(std::int64_t t, int h) const {
-    const float log_sum =
-        log_add_exp(lse[t * lse_stride + h], sink != nullptr ? sink[h] : -INFINITY);
-    return log_sum * kLog2E;
+    return log_add_exp(lse[t * lse_stride + h], sink != nullptr ? sink[h] : -INFINITY);
   }
   __device__ float operator()(float product, float log_sum) const {
-    const float logit = product * scale_log2;
-    return logit == -INFINITY ? 0 : fast_exp2(logit - log_sum);
+    const float logit = __fmul_rn(product, scale);  // not fused with the difference
+    return logit == -INFINITY ? 0 : fast_exp2(at_most_0((logit - log_sum) * kLog2E));
   }
 };
 
@@ -45,11 +44,10 @@ void sum_probabilities(const AttentionTarget& call, cudaStream_t stream) {
   const auto* const sink = data_of<const float>(call.sink);
   for_each_pass(call.q, call.kv, call.slots,
                 [&]<class T, int kHeads>(const HeadOperands& operands, std::int64_t first_head) {
-                  const Probability term{
-                      .lse = lse + first_head,
-                      .sink = sink != nullptr ? sink + first_head : nullptr,
-                      .lse_stride = call.lse.stride[0],
-                      .scale_log2 = static_cast<float>(call.scale * double{kLog2E})};
+                  const Probability term{.lse = lse + first_head,
+                                         .sink = sink != nullptr ? sink + first_head : nullptr,
+                                         .lse_stride = call.lse.stride[0],
+                                         .scale = call.scale};
                   sum_heads<T, kHeads>(operands, call.target, term, first_head > 0, stream);
                 });
 }

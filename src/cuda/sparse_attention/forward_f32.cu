@@ -123,12 +123,12 @@ __global__ void __launch_bounds__(kThreads, 2)
       float s = -INFINITY;
       if (key >= 0) {
         s = dot(q_tile + warp * stride, kv_tile + lane * stride, parameters.qk_dim) *
-            parameters.scale_log2;
+            parameters.power;
       }
       const float new_largest = fmaxf(largest, warp_max(s));
       const float base = softmax_base(new_largest);
-      const float p = exp2f(s - base);
-      const float factor = exp2f(largest - base);
+      const float p = exp2f((s - base) * parameters.rest_log2);
+      const float factor = exp2f((largest - base) * parameters.rest_log2);
       largest = new_largest;
       sum = sum * factor + warp_sum(p);
       if (lane < tile_keys) shared.p[lane][warp] = p;
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     const float sink =
         parameters.sink != nullptr && has_head ? parameters.sink[own_head] : -INFINITY;
-    const RowEnd row = finish_row(largest, sum, sink);
+    const RowEnd row = finish_row(largest * parameters.rest, sum, sink);
     if (lane == 0) {
       shared.factor[warp] = row.normalizer;
       if (has_head) {

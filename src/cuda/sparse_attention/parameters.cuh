@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/logit_scale.h"
 #include "cuda/common/key_sums.cuh"
 #include "cuda/common/row_slots.cuh"
 #include "cuda/common/runtime.h"
@@ -32,6 +33,8 @@ struct ForwardParameters {
   std::int32_t heads, keys, topk;
   std::int32_t head_groups;
   std::int32_t items;  // tokens * head_groups; an out of more than 2^31 would pass a terabyte
+  float power, rest;   // scale = power * rest
+  float rest_log2;     // rest * log2(e)
   float scale_log2;    // scale * log2(e)
   std::int64_t tokens;
   std::int32_t qk_dim, v_dim;
@@ -44,6 +47,7 @@ struct ForwardParameters {
 inline ForwardParameters forward_parameters(const SparseAttentionForward& args, int group_heads) {
   const std::int64_t heads = args.q.shape[1];
   const std::int64_t head_groups = (heads + group_heads - 1) / group_heads;
+  const LogitScale scale(args.scale);
   return {.q = args.q.data,
           .kv = args.kv.data,
           .indices = data_of<const std::int32_t>(args.indices),
@@ -65,6 +69,9 @@ inline ForwardParameters forward_parameters(const SparseAttentionForward& args, 
           .topk = static_cast<std::int32_t>(args.indices.shape[1]),
           .head_groups = static_cast<std::int32_t>(head_groups),
           .items = static_cast<std::int32_t>(args.q.shape[0] * head_groups),
+          .power = scale.power,
+          .rest = scale.rest,
+          .rest_log2 = static_cast<float>(scale.rest * double{kLog2E}),
           .scale_log2 = static_cast<float>(args.scale * double{kLog2E}),
           .tokens = args.q.shape[0],
           .qk_dim = static_cast<std::int32_t>(args.q.shape[2]),

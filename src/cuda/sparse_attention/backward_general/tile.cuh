@@ -44,7 +44,8 @@ struct alignas(16) SharedStorage {
 };
 
 template <class T>
-__device__ float exponential(float x) {
+__device__ float probability(float log_p) {
+  const float x = at_most_0(log_p);
   if constexpr (std::is_same_v<T, float>) {
     return expf(x);
   } else {
@@ -239,7 +240,7 @@ class RowGradient {
             const bool counts =
                 has_head && is_key[n][e] && product * parameters_.scale != -INFINITY;
             const float of_keys =
-                counts ? exponential<T>(fmaf(product, parameters_.scale, -constants.lse)) : 0;
+                counts ? probability<T>(fmaf(product, parameters_.scale, -constants.lse)) : 0;
             const float gradient = fmaf(constants.share, d_p[i][n][r * 2 + e], constants.offset);
             // 0 without a key, whatever the constants are.
             of_all[e] = of_keys == 0 ? 0 : of_keys * constants.share;

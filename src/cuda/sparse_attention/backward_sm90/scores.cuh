@@ -140,7 +140,7 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
           const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
           const bool is_key = valid[column / 32] >> (column % 32) & 1;
           const float exponent = s[i] * params.scale_log2 - constants[i / 2 % 2].lse_log2;
-          s[i] = is_key ? fast_exp2(exponent) : 0.0f;
+          s[i] = is_key ? fast_exp2(at_most_0(exponent)) : 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < 16; ++i) {

@@ -20,7 +20,7 @@ template <class T, int kHeads>
 struct alignas(16) SharedStorage {
   T p[kHeads][kMaxTileKeys + kRowPadding];
   std::int32_t key[kMaxStages][kMaxTileKeys];  // the key of each slot; -1: none
-  float partial[kKeyBlocks][kHeads];  // of a tile's 16 keys: the largest logit; at last the sum
+  float partial[kKeyBlocks][kHeads];  // of a tile's 16 keys: the largest score; at last the sum
   float factor[kHeads];               // by which the accumulators of out are rescaled
   float largest[kHeads];
 };

@@ -27,7 +27,9 @@ class RowAttention {
         dim_(padded_dim(parameters.qk_dim)),
         stride_(row_elements(parameters.qk_dim)),
         q_tile_(reinterpret_cast<T*>(memory + sizeof(Storage))),
-        kv_tiles_(q_tile_ + kHeads * stride_) {
+        kv_tiles_(q_tile_ + kHeads * stride_),
+        power_(parameters.power),
+        rest_log2_(parameters.rest_log2) {
     // The products read channels up to a multiple of 16: those past qk_dim are zero, in all rows
     // and for good.
     if (dim_ > parameters.qk_dim) {
@@ -128,8 +130,8 @@ class RowAttention {
     }
   }
 
-  /// S = Q K^T of this warp's 16 keys and its heads, in units of log2; -inf where a slot has no
-  /// key. The largest of each row goes to shared memory.
+  /// S = Q K^T of this warp's 16 keys and its heads, times the power of two in the scale; -inf
+  /// where a slot has no key. The largest of each row goes to shared memory.
   __device__ void compute_scores(Scores& scores, const T* kv_tile, const std::int32_t* keys) {
     const BlockOffset by_rows = rows_first(lane());
     const BlockOffset by_columns = columns_first(lane());
@@ -160,7 +162,7 @@ class RowAttention {
 #pragma unroll
         for (int i = 0; i < kScoreBlocks; ++i) {
           float& s = scores[i][n][e];
-          s = is_key ? s * parameters_.scale_log2 : -INFINITY;
+          s = is_key ? s * power_ : -INFINITY;
           largest[i][e / 2] = fmaxf(largest[i][e / 2], s);
         }
       }
@@ -191,15 +193,15 @@ class RowAttention {
           if (block < blocks) largest = fmaxf(largest, shared_.partial[block][row]);
         }
         const float base = softmax_base(largest);
-        const float factor = fast_exp2(running_[i][r] - base);
+        const float factor = fast_exp2((running_[i][r] - base) * rest_log2_);
         running_[i][r] = largest;
         sums_[i][r] *= factor;
         if (key_block() == 0 && lane() % 4 == 0) shared_.factor[row] = factor;
         if (key_block() < blocks) {
 #pragma unroll
           for (int n = 0; n < 2; ++n) {
-            const float p0 = fast_exp2(scores[i][n][r * 2] - base);
-            const float p1 = fast_exp2(scores[i][n][r * 2 + 1] - base);
+            const float p0 = fast_exp2((scores[i][n][r * 2] - base) * rest_log2_);
+            const float p1 = fast_exp2((scores[i][n][r * 2 + 1] - base) * rest_log2_);
             sums_[i][r] += p0 + p1;
             const int slot = key_block() * kBlockKeys + n * 8 + lane() % 4 * 2;
             *reinterpret_cast<std::uint32_t*>(&shared_.p[row][slot]) = pack<T>(p0, p1);
@@ -287,8 +289,8 @@ class RowAttention {
 #pragma unroll
       for (int block = 0; block < kKeyBlocks; ++block) sum += shared_.partial[block][thread()];
       const bool has_sink = parameters_.sink != nullptr && h < parameters_.heads;
-      const RowEnd row =
-          finish_row(shared_.largest[thread()], sum, has_sink ? parameters_.sink[h] : -INFINITY);
+      const RowEnd row = finish_row(shared_.largest[thread()] * parameters_.rest, sum,
+                                    has_sink ? parameters_.sink[h] : -INFINITY);
       shared_.factor[thread()] = row.normalizer;
       if (h < parameters_.heads) {
         parameters_.lse[t * parameters_.lse_stride + h] = row.lse;
@@ -328,7 +330,8 @@ class RowAttention {
   int dim_, stride_;
   T* q_tile_;
   T* kv_tiles_;
-  float running_[kScoreBlocks][2];  // the largest logit so far of rows lane / 4 and lane / 4 + 8
+  float power_, rest_log2_;         // copies, which are not loaded anew after every asm on memory
+  float running_[kScoreBlocks][2];  // the largest score so far of rows lane / 4 and lane / 4 + 8
   float sums_[kScoreBlocks][2];     // this lane's part
   float values_[kHeadBlocks][kPairs * 2][4];  // the accumulators of out
 };

@@ -19,8 +19,9 @@ inline constexpr int kLanesPerRow = 8;  // lanes that copy one row together
 inline constexpr int kVector = 8;       // elements of a 16-byte copy
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 inline constexpr unsigned kAllKeys = (1u << kBlockKeys) - 1;
-// By this much, in log2, a row's base may lag behind its largest logit.
-inline constexpr float kMaxLag = 8;
+// By this much a row's base may lag behind its largest score. A score is below 2 log2(e) in log2,
+// so that P stays below 2^15, which f16 holds.
+inline constexpr float kMaxLag = 5;
 
 /// kDim: qk_dim up to a multiple of 64. kTeam: warps that share keys.
 template <class T, int kDim, int kTeam>

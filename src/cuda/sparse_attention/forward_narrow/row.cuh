@@ -40,8 +40,8 @@ __device__ void load_queries(std::uint32_t (&q)[kSteps][4], const ForwardParamet
 /// The running softmax of rows lane / 4 and lane / 4 + 8, and their accumulators of out.
 template <int kDim>
 struct RowState {
-  float largest[2];  // of this lane's logits
-  float base[2];     // what logits are measured from; the same in the four lanes of a row
+  float largest[2];  // of this lane's scores
+  float base[2];     // what scores are measured from; the same in the four lanes of a row
   float sum[2];      // this lane's part
   float values[kDim / 8][4];
 
@@ -143,7 +143,7 @@ class RowAttention {
     }
   }
 
-  /// S = Q K^T in units of log2; -inf where a slot has no key.
+  /// S = Q K^T times the power of two in the scale; -inf where a slot has no key.
   __device__ void compute_scores(Scores& scores, const Queries& q, const T* rows,
                                  unsigned is_key) const {
     const BlockOffset corner = columns_first(lane());
@@ -160,7 +160,7 @@ class RowAttention {
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        scores[n][e] = (parts[0][n][e] + parts[1][n][e]) * parameters_.scale_log2;
+        scores[n][e] = (parts[0][n][e] + parts[1][n][e]) * parameters_.power;
       }
     }
     if (is_key != kAllKeys) {
@@ -175,9 +175,14 @@ class RowAttention {
     }
   }
 
+  /// exp of the logit that a difference of scores is.
+  __device__ float exp_of(float difference) const {
+    return fast_exp2(difference * parameters_.rest_log2);
+  }
+
   /// Takes the scores into the maxima; moves the bases that lag too far behind and rescales their
   /// rows.
-  __device__ static void move_base(RowState<kDim>& state, const Scores& scores) {
+  __device__ void move_base(RowState<kDim>& state, const Scores& scores) const {
     bool has_passed = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -188,7 +193,7 @@ class RowAttention {
       has_passed |= state.largest[r] > state.base[r] + kMaxLag;
     }
     if (__any_sync(kAllLanes, has_passed)) {
-      // Rows move by their own logits alone: a factor is 1 where no lane of the row has passed.
+      // Rows move by their own scores alone: a factor is 1 where no lane of the row has passed.
       float factor[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -196,7 +201,7 @@ class RowAttention {
         m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, 1));
         m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, 2));
         const float moved = m > state.base[r] + kMaxLag ? m : state.base[r];
-        factor[r] = fast_exp2(state.base[r] - softmax_base(moved));
+        factor[r] = exp_of(state.base[r] - softmax_base(moved));
         state.base[r] = moved;
         state.sum[r] *= factor[r];
       }
@@ -218,8 +223,8 @@ class RowAttention {
       const float from = softmax_base(state.base[r]);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        const float p0 = fast_exp2(scores[n][r * 2] - from);
-        const float p1 = fast_exp2(scores[n][r * 2 + 1] - from);
+        const float p0 = exp_of(scores[n][r * 2] - from);
+        const float p1 = exp_of(scores[n][r * 2 + 1] - from);
         state.sum[r] += p0 + p1;
         p[n * 2 + r] = pack<T>(p0, p1);
       }
@@ -263,12 +268,12 @@ class RowAttention {
     return largest;
   }
 
-  /// This team's accumulators, measured from the row's largest logit, to shared memory.
+  /// This team's accumulators, measured from the row's largest score, to shared memory.
   __device__ void share_values(const RowState<kDim>& state) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of_lane(r);
-      const float factor = fast_exp2(state.base[r] - softmax_base(largest_of_teams(row)));
+      const float factor = exp_of(state.base[r] - softmax_base(largest_of_teams(row)));
       float* const to = team_values_ + (team() * kHeads + row) * kRow + lane() % 4 * 2;
 #pragma unroll
       for (int n = 0; n < kSteps * 2; ++n) {
@@ -286,11 +291,12 @@ class RowAttention {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < kTeams; ++i) {
-      sum += shared_.sum[i][row] * fast_exp2(shared_.base[i][row] - softmax_base(largest));
+      sum += shared_.sum[i][row] * exp_of(shared_.base[i][row] - softmax_base(largest));
     }
     const int h = group_head + row;
     const bool has_sink = parameters_.sink != nullptr && h < parameters_.heads;
-    const RowEnd end = finish_row(largest, sum, has_sink ? parameters_.sink[h] : -INFINITY);
+    const RowEnd end =
+        finish_row(largest * parameters_.rest, sum, has_sink ? parameters_.sink[h] : -INFINITY);
     shared_.normalizer[row] = end.normalizer;
     if (h < parameters_.heads) {
       parameters_.lse[t * parameters_.lse_stride + h] = end.lse;

@@ -109,25 +109,19 @@ __device__ inline void finish_item(const ForwardParameters& params, SharedStorag
       static_cast<int>(threadIdx.x) / 32 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float maximum = state[half].maximum;
     const float sum = quad_sum(state[half].sum);
     const int row = row_of_lane + 8 * half;
     const int head = (item % params.head_groups) * kHeads + row;
     if (threadIdx.x % 4 != 0) continue;
-    const bool has_keys = maximum != -INFINITY || sum != 0;
-    float finish = 0;
-    if (has_keys) {
-      const float sink =
-          params.sink != nullptr && head < params.heads ? params.sink[head] * kLog2E : -INFINITY;
-      const float top = fmaxf(maximum, sink);
-      const float keys = fast_exp2(maximum - top);
-      finish = sink == INFINITY ? 0 : keys / (sum * keys + fast_exp2(sink - top));
-    }
-    shared.finish[stage][row] = finish;
+    const auto logit = [&](float product) { return product * params.power * params.rest; };
+    const bool has_sink = params.sink != nullptr && head < params.heads;
+    const RowEnd end =
+        finish_row(logit(state[half].maximum), sum, has_sink ? params.sink[head] : -INFINITY);
+    shared.finish[stage][row] = end.normalizer;
     if (head >= params.heads) continue;
-    params.lse[t * params.lse_stride + head] = has_keys ? (maximum + log2f(sum)) * kLn2 : -INFINITY;
+    params.lse[t * params.lse_stride + head] = end.lse;
     if (params.max_logits != nullptr) {
-      params.max_logits[t * params.max_logits_stride + head] = state[half].largest * kLn2;
+      params.max_logits[t * params.max_logits_stride + head] = logit(state[half].largest);
     }
   }
 }
@@ -176,7 +170,7 @@ __device__ inline void score_block_and_start_next(const ForwardParameters& param
                                                   PipelineState& pipeline) {
   const int stage = pipeline.stage;
   pipeline.next();
-  Softmax<T> softmax(s, state, shared, stage, params.scale_log2);
+  Softmax<T> softmax(params, s, state, shared, stage);
   shared.full[pipeline.stage].wait(pipeline.phase);
   finish_products();
   multiply_keys<T, kTiles>(next, query, shared_address(shared.q),
@@ -198,7 +192,7 @@ template <class T, int kTiles>
 __device__ inline void score_last_block(const ForwardParameters& params, SharedStorage& shared,
                                         QueryRegisters<T>& query, Scores& s, RowState (&state)[2],
                                         int item, PipelineState& pipeline) {
-  Softmax<T> softmax(s, state, shared, pipeline.stage, params.scale_log2);
+  Softmax<T> softmax(params, s, state, shared, pipeline.stage);
   finish_products();
   load_query<T, kTiles>(params, shared, query, item + static_cast<int>(gridDim.x));
 #pragma unroll

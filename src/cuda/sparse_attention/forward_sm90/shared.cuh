@@ -36,6 +36,9 @@ inline constexpr int kStepsPerTile = 3;
 // The running maximum moves only when a score passes it by this much (log2): P stays below 2^8, and
 // out is seldom rescaled.
 inline constexpr float kLazyMaximum = 8;
+// The largest logit of a maximum (log2) up to which exponents are s * scale - maximum in one
+// instruction. The maximum is rounded by 2^-24 of itself, which costs P at most 2^-14 of its value.
+inline constexpr float kMaxSubtrahend = 1024;
 /// What the gathering warps tell the others about a block of keys.
 struct BlockInfo {
   std::uint32_t valid[2];  // bit j of half i: slot 24 i + j of the block holds a key

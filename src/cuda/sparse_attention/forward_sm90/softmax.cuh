@@ -9,7 +9,7 @@
 
 namespace winnow::cuda::sparse_attention::forward_sm90 {
 
-/// The running maximum and sum of one row, in units of log2.
+/// The running maximum of one row, as a product q.k, and its sum of exponentials.
 struct RowState {
   float largest = -INFINITY;
   float maximum = -INFINITY;  // the one that is subtracted; it may lag behind `largest`
@@ -26,14 +26,16 @@ class Softmax {
  public:
   static constexpr int kSteps = 3 + kBlock / 8;
 
-  __device__ Softmax(Scores& s, RowState (&state)[2], SharedStorage& shared, int stage,
-                     float scale_log2)
-      : s_(s),
+  __device__ Softmax(const ForwardParameters& params, Scores& s, RowState (&state)[2],
+                     SharedStorage& shared, int stage)
+      : power_(params.power),
+        rest_log2_(params.rest_log2),
+        scale_log2_(params.scale_log2),
+        s_(s),
         state_(state),
         shared_(shared),
         info_(shared.info[stage]),
-        stage_(stage),
-        scale_log2_(scale_log2) {
+        stage_(stage) {
     const int row = row_of_lane();
     p_ = shared_address(shared.stages[stage]) + (kStageTiles - 1) * kTileBytes +
          slice_offset(row, 0) + 4 * (lane() % 4);
@@ -82,14 +84,35 @@ class Softmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       RowState& row = state_[half];
-      largest[half] = quad_max(largest[half]) * scale_log2_;  // scale > 0
+      largest[half] = quad_max(largest[half]);  // scale > 0
       row.largest = fmaxf(row.largest, largest[half]);
-      const bool moves = largest[half] > row.maximum + kLazyMaximum;
-      rescale_[half] =
-          moves ? fast_exp2(row.maximum - largest[half]) : 1.0f;  // 0 where there was no key before
+      // By which the logit rises, in log2; infinite where there was no key before. The products
+      // times a power of two are exact, and differences of them cannot overflow.
+      const float rise = fmaf(-row.maximum, power_, largest[half] * power_) * rest_log2_;
+      const bool moves = rise > kLazyMaximum;
+      rescale_[half] = moves ? fast_exp2(-rise) : 1.0f;
       row.maximum = moves ? largest[half] : row.maximum;
       row.sum *= rescale_[half];
-      subtrahend_[half] = row.maximum == -INFINITY ? 0.0f : row.maximum;
+      subtrahend_[half] = row.maximum == -INFINITY ? 0.0f : row.maximum * scale_log2_;
+    }
+    // The products between the steps ask for a warp that does not diverge.
+    const float larger = fmaxf(fabsf(subtrahend_[0]), fabsf(subtrahend_[1]));
+    if (__any_sync(0xffffffffu, larger > kMaxSubtrahend)) subtract_maxima();
+  }
+
+  /// Subtracts maxima whose logits are large from the products themselves, where close ones have an
+  /// exact difference: rounded, the logit of the maximum is off by more than the exponentials bear.
+  __device__ void subtract_maxima() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool is_large = fabsf(subtrahend_[half]) > kMaxSubtrahend;
+      const float maximum = is_large ? state_[half].maximum : 0.0f;
+      if (is_large) subtrahend_[half] = 0;
+#pragma unroll
+      for (int i = 0; i < kBlock / 8; ++i) {
+        s_[4 * i + 2 * half] -= maximum;
+        s_[4 * i + 2 * half + 1] -= maximum;
+      }
     }
   }
 
@@ -116,12 +139,14 @@ class Softmax {
     }
   }
 
+  // Copies of parameters: these would be loaded anew after every asm on memory, and spill
+  // registers.
+  float power_, rest_log2_, scale_log2_;
   Scores& s_;
   RowState (&state_)[2];
   SharedStorage& shared_;
   BlockInfo info_;
   int stage_;
-  float scale_log2_;
   std::uint32_t p_;  // the address of this lane's first words of P
   float rescale_[2];
   float subtrahend_[2];

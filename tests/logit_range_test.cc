@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+// sparse_attention and the indexer's losses over the whole range of logits: what 1.45 times is
+// finite in fp32. The oracle computes in double.
+#include <cmath>
+
+#include "tests/attention_calls.h"
+#include "tests/dense_loss_calls.h"
+
+namespace winnow::tests {
+namespace {
+
+/// Shapes of the models, for which backends have specialised kernels, and one that rows of up to
+/// 256 elements fit.
+std::vector<Attention> shapes_of(Backend backend) {
+  std::vector<Attention> shapes = {{.tokens = 3, .keys = 70, .heads = 5, .topk = 64}};
+  if (backend == Backend::reference) return shapes;  // it has a single kernel
+  shapes.push_back(
+      {.tokens = 2, .keys = 160, .heads = 5, .qk_dim = 576, .v_dim = 512, .topk = 130});
+  shapes.push_back(
+      {.tokens = 2, .keys = 260, .heads = 4, .qk_dim = 512, .v_dim = 512, .topk = 256});
+  return shapes;
+}
+
+/// Calls body(execution, attention) for every kernel and the shapes and types that it takes.
+template <class Body>
+void on_each_type(std::uint64_t seed, const Body& body) {
+  on_each_kernel("sparse_attention", [&](const Execution& execution) {
+    for (const Attention& shape : shapes_of(execution.backend)) {
+      Attention a = filled(shape, seed);
+      for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+        a.dtype = dtype;
+        const AttentionForwardWork work(a, harness::device_of(execution.backend));
+        if (!is_taken(work.args, execution)) continue;
+        SCOPED_TRACE(fmt::format("{}, qk_dim {}", name(dtype), a.qk_dim));
+        body(execution, a);
+      }
+    }
+  });
+}
+
+/// Makes the logits about normally distributed with this deviation. It comes from q as far as the
+/// type can hold that, and from the scale beyond.
+Attention with_logits(Attention a, double deviation) {
+  const double q_size = deviation / (0.3 * std::sqrt(static_cast<double>(a.qk_dim)));
+  const double q_limit = a.dtype == DType::f16 ? 1e3 : 1e37;
+  const double q_least = a.dtype == DType::f16 ? 1e-1 : 1e-32;
+  const double q_taken = std::clamp(q_size, q_least, q_limit);
+  for (double& value : a.q) value *= q_taken;
+  a.scale = static_cast<float>(0.3 * q_size / q_taken);
+  return a;
+}
+
+Attention with_sinks(Attention a, double deviation, std::uint64_t seed) {
+  a.sink = as_stored(DType::f32, normals(a.heads, seed, "sink", 3 * deviation));
+  return a;
+}
+
+/// Makes key 2 i + 1 tie with key 2 i in every row; they differ in the first channels, where q is
+/// 0.
+Attention with_ties(Attention a) {
+  constexpr std::int64_t kDiffering = 8;
+  for (std::int64_t row = 0; row < a.rows() * a.heads; ++row)
+    std::fill_n(a.q.begin() + row * a.qk_dim, kDiffering, 0.0);
+  for (std::int64_t s = 0; s + 1 < a.keys; s += 2) {
+    const auto key = a.kv.begin() + s * a.qk_dim;
+    std::copy(key + kDiffering, key + a.qk_dim, key + a.qk_dim + kDiffering);
+  }
+  // Neighbouring slots hold a pair, so that all of the pairs stand in a row together.
+  for (std::int64_t i = 0; i < a.rows() * a.topk; ++i) a.indices[i] = i % a.topk ^ 1;
+  return a;
+}
+
+/// Makes two keys lead all others, one of them by 2^-17 of the logit; every product is exact.
+Attention with_close_leaders(Attention a, double logit) {
+  std::fill(a.q.begin(), a.q.end(), 0.0);
+  const std::int64_t channel = a.qk_dim - 2;
+  const double q = a.dtype == DType::f16 ? 1.0 : std::exp2(std::round(std::log2(logit)));
+  for (std::int64_t row = 0; row < a.rows() * a.heads; ++row)
+    a.q[row * a.qk_dim + channel] = a.q[row * a.qk_dim + channel + 1] = q;
+  a.scale = static_cast<float>(logit / q);
+  for (std::int64_t s = 0; s < a.keys; ++s) {
+    a.kv[s * a.qk_dim + channel] = s % 60 == 7 || s % 60 == 40 ? 1 : 0.5;
+    a.kv[s * a.qk_dim + channel + 1] = s % 60 == 40 ? 0x1p-17 : 0;
+  }
+  for (std::int64_t i = 0; i < a.rows() * a.topk; ++i)
+    a.indices[i] = static_cast<std::int32_t>(i % 60);
+  return a;
+}
+
+/// The largest deviation keeps 1.45 times a logit of 5 deviations finite.
+constexpr double kDeviations[] = {1e-30, 1e-10, 0.1, 1, 1e4, 1e6, 1e8, 1e10, 1e15, 1e25, 1e37};
+
+TEST(LogitRange, ForwardIsRightAtEveryMagnitude) {
+  on_each_type(2, [](const Execution& execution, const Attention& whole) {
+    for (const double deviation : kDeviations) {
+      SCOPED_TRACE(deviation);
+      const Attention a = with_logits(whole, deviation);
+      expect_close(a, forward(a, execution), plain_attention(a));
+      const Attention sinks = with_sinks(a, deviation, 2);
+      expect_close(sinks, forward(sinks, execution), plain_attention(sinks));
+    }
+  });
+}
+
+TEST(LogitRange, KeysThatTieShareARowAtEveryMagnitude) {
+  on_each_type(3, [](const Execution& execution, const Attention& whole) {
+    for (const double deviation : kDeviations) {
+      SCOPED_TRACE(deviation);
+      const Attention a = with_ties(with_logits(whole, deviation));
+      expect_close(a, forward(a, execution), plain_attention(a));
+    }
+  });
+}
+
+TEST(LogitRange, ALeadOfAFewBitsIsSeen) {
+  on_each_type(4, [](const Execution& execution, const Attention& whole) {
+    for (const double logit : {1e3, 1.3e5, 1e6, 1.7e7, 1e9, 1e12, 1e37}) {
+      SCOPED_TRACE(logit);
+      const Attention a = with_close_leaders(whole, logit);
+      expect_close(a, forward(a, execution), plain_attention(a));
+    }
+  });
+}
+
+TEST(LogitRange, NegativeScalesAreNoException) {
+  on_each_type(5, [](const Execution& execution, const Attention& whole) {
+    for (const double deviation : {1.0, 1e10, 1e37}) {
+      SCOPED_TRACE(deviation);
+      Attention a = with_logits(whole, deviation);
+      a.scale = -a.scale;
+      expect_close(a, forward(a, execution), plain_attention(a));
+    }
+  });
+}
+
+// Differences of the products overflow, those of the logits are small.
+TEST(LogitRange, ProductsMayReachTheEndOfFp32) {
+  on_each_type(6, [](const Execution& execution, const Attention& whole) {
+    if (whole.dtype == DType::f16) return;
+    Attention a = with_logits(whole, 1.5e37);
+    a.scale *= 1e-37F;
+    expect_close(a, forward(a, execution), plain_attention(a));
+  });
+}
+
+// ---- Backward.
+
+bool all_finite(const Values& values) {
+  return std::all_of(values.begin(), values.end(), [](double x) { return std::isfinite(x); });
+}
+
+void expect_finite(const AttentionGradients& gradients) {
+  EXPECT_TRUE(all_finite(gradients.d_q));
+  EXPECT_TRUE(all_finite(gradients.d_kv));
+  EXPECT_TRUE(all_finite(gradients.d_sink));
+}
+
+TEST(LogitRange, BackwardIsRightWhereLseIsPrecise) {
+  on_each_type(7, [](const Execution& execution, const Attention& whole) {
+    for (const double deviation : {1e-30, 1e-10, 0.1, 1.0, 10.0, 1000.0}) {
+      // |lse| must be below 2^13, or 2^6 for fp32 inputs; f16 cannot hold the q of the smallest.
+      if (whole.dtype == DType::f32 && deviation > 10) continue;
+      if (whole.dtype == DType::f16 && deviation < 0.1) continue;
+      SCOPED_TRACE(deviation);
+      const Attention a = with_sinks(with_logits(whole, deviation), deviation, 7);
+      expect_within_magnitudes(a, forward_backward(a, execution), gradients_in_double(a));
+    }
+  });
+}
+
+TEST(LogitRange, BackwardIsFiniteAtEveryMagnitude) {
+  on_each_type(8, [](const Execution& execution, const Attention& whole) {
+    for (const double deviation : kDeviations) {
+      // The scale is a factor of d_q, which f16 could not hold.
+      if (whole.dtype == DType::f16 && (deviation < 0.1 || deviation > 1e4)) continue;
+      SCOPED_TRACE(deviation);
+      Attention a = with_sinks(with_ties(with_logits(whole, deviation)), deviation, 8);
+      for (double& value : a.d_out) value *= 0.01;  // q is a factor of d_kv
+      expect_finite(forward_backward(a, execution));
+      a.sink.clear();
+      expect_finite(forward_backward(a, execution));
+    }
+  });
+}
+
+// ---- The dense loss.
+
+TEST(LogitRange, TheDenseLossOfLargeLogitsIsThatOfItsLeaders) {
+  on_each_backend([](Backend backend) {
+    for (const DType dtype : {DType::bf16, DType::f32}) {
+      SCOPED_TRACE(name(dtype));
+      DenseLoss d = filled(DenseLoss{.dtype = dtype}, 9);
+      for (double& value : d.q) value *= 1e4;  // one key has all of a row
+      const Values expected = forward(d, on(backend)).loss;
+      for (const double factor : {0x1p20, 0x1p40, 0x1p80, 0x1p100}) {
+        SCOPED_TRACE(factor);
+        DenseLoss larger = d;
+        for (double& value : larger.q) value *= factor;
+        const DenseLossOutputs outputs = forward(larger, on(backend));
+        EXPECT_TRUE(ok(compare("loss", outputs.loss, expected, harness::loss_limit(dtype),
+                               harness::at_least_one(expected))));
+        const DenseLossGradients gradients = backward(larger, outputs.lse, on(backend));
+        EXPECT_TRUE(all_finite(gradients.d_index_q));
+        EXPECT_TRUE(all_finite(gradients.d_weights));
+        EXPECT_TRUE(all_finite(gradients.d_index_k));
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace winnow::tests
