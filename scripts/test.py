@@ -9,15 +9,24 @@ and each run had tests.
 """
 
 import argparse
+import contextlib
+import io
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
+# The Python tests that take longest, which begin first; others follow by name.
+LONGEST = ["test_parallel", "test_torch", "test_parallel_errors", "test_ops", "test_main"]
 
 
 def outcomes(report: Path) -> Counter:
@@ -74,36 +83,48 @@ def run_ctest(preset: str, slow: bool) -> Counter:
     return count
 
 
-def run_pytest(preset: str, slow: bool) -> Counter:
-    """In two processes side by side, as ctest runs two: each takes every other file."""
-    build = ROOT / "build" / preset
-    reports = build / "test_reports"
-    environment = os.environ | {
-        "WINNOW_LIBRARY": str(build / "libwinnow.so"),
-        "PYTHONPATH": str(ROOT / "python"),
-    }
-    files = sorted((ROOT / "python" / "tests").glob("test_*.py"))
-    print("== Python tests", flush=True)
-    halves = [
-        subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", *files[half::2]]
-            + [f"--junitxml={reports}/pytest{half}.xml"]
-            + ([] if slow else ["-m", "not slow"]),
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
+def run_file(file: Path, report: Path, slow: bool) -> tuple[str, int]:
+    """What pytest prints about a file, and its exit code; many files in one process, so that torch
+    is imported once."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        code = pytest.main(
+            ["-q", str(file), f"--junitxml={report}"] + ([] if slow else ["-m", "not slow"])
         )
-        for half in range(2)
-    ]
+    return output.getvalue(), code
+
+
+def run_pytest(preset: str, slow: bool) -> Counter:
+    """In two processes side by side, as ctest runs two: a free one takes the next file."""
+    build = ROOT / "build" / preset
+    reports = fresh_folder(build / "test_reports" / "python")
+    os.chdir(ROOT)
+    os.environ["WINNOW_LIBRARY"] = str(build / "libwinnow.so")
+    os.environ["PYTHONPATH"] = str(ROOT / "python")  # of processes that tests start
+    sys.path.insert(0, str(ROOT / "python"))  # of the two
+    files = sorted((ROOT / "python" / "tests").glob("test_*.py"))
+    files.sort(key=lambda file: LONGEST.index(file.stem) if file.stem in LONGEST else len(LONGEST))
+    print("== Python tests", flush=True)
     count = Counter()
-    for half, process in enumerate(halves):
-        print(process.communicate()[0], flush=True)
-        cases = outcomes(reports / f"pytest{half}.xml")
-        # Also when pytest found no tests or died before its report.
-        if process.returncode != 0 and not cases["failed"]:
-            cases["failed"] += 1
-        count += cases
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
+        runs = {}
+        for file in files:
+            report = reports / f"{file.stem}.xml"
+            runs[processes.submit(run_file, file, report, slow)] = report
+        for run in as_completed(runs):
+            cases = outcomes(runs[run])
+            try:
+                text, code = run.result()
+            except BrokenProcessPool:  # also of files that it or the other was to take later
+                text, code = f"{runs[run].stem}: a process died\n", 1
+            print(text, end="", flush=True)
+            # Also when pytest died before its report. All tests of a file may be slow.
+            no_tests = code == pytest.ExitCode.NO_TESTS_COLLECTED
+            if code != 0 and not no_tests and not cases["failed"]:
+                cases["failed"] += 1
+            count += cases
+    if not count:
+        count["failed"] += 1
     return count
 
 

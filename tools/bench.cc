@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // winnow bench: how fast the calls of operators are, beside the machine's own matrix product.
 #include <algorithm>
+#include <cerrno>
 #include <fstream>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -21,6 +23,7 @@
 #include "tools/table.h"
 #include "tools/text.h"
 #include "tools/timed_calls.h"
+#include "tools/whole_number.h"
 #include "tools/words.h"
 #include "winnow/winnow.h"
 
@@ -282,14 +285,34 @@ nlohmann::ordered_json json_of(const Results& results, const Options& options) {
           {"measured", std::move(measured)}};
 }
 
-/// An empty path opens no file.
-std::ofstream opened(const std::string& path) {
-  std::ofstream file;
-  if (path.empty()) return file;
-  file.open(path);
-  if (!file) throw std::runtime_error(fmt::format("cannot write '{}'", path));
-  return file;
-}
+/// A file that is written at the end; it is opened before anything is measured.
+class OutputFile {
+ public:
+  /// An empty path opens no file.
+  explicit OutputFile(std::string path) : path_(std::move(path)) {
+    if (path_.empty()) return;
+    stream_.open(path_);
+    check();
+  }
+  bool is_open() const { return stream_.is_open(); }
+  void write(const std::string& text) { stream_ << text; }
+  /// Throws if something of the text was not written.
+  void close() {
+    if (!is_open()) return;
+    stream_.close();
+    check();
+  }
+
+ private:
+  void check() const {
+    if (!stream_)
+      throw std::runtime_error(
+          fmt::format("cannot write '{}': {}", path_, std::generic_category().message(errno)));
+  }
+
+  std::string path_;
+  std::ofstream stream_;
+};
 
 void bench(const Options& options) {
   const Backend backend = backend_word(options.backend);
@@ -302,18 +325,20 @@ void bench(const Options& options) {
   execution.deterministic = options.deterministic;
   if (options.limit_mib > 0)
     execution.workspace_limit = static_cast<std::size_t>(options.limit_mib) << 20;
-  std::ofstream file = opened(options.json_file);
-  std::ofstream rates_file = opened(options.rates_file);
+  OutputFile file(options.json_file);
+  OutputFile rates_file(options.rates_file);
   const Results results = measure_all(plans, execution);
   if (rates_file.is_open())
-    rates_file << rates_text(
-        plan::measured_rates(options.rates_file, execution, results.product, results.measured));
+    rates_file.write(rates_text(
+        plan::measured_rates(options.rates_file, execution, results.product, results.measured)));
   const bool json = options.json->count() > 0;
-  if (file.is_open()) file << json_of(results, options).dump(2) << '\n';
+  if (file.is_open()) file.write(json_of(results, options).dump(2) + '\n');
   if (json && !file.is_open())
     fmt::print("{}\n", json_of(results, options).dump(2));
   else
     print_text(results);
+  file.close();
+  rates_file.close();
 }
 
 }  // namespace
@@ -335,13 +360,13 @@ void add_bench(CLI::App& app, int&) {
                       "Index lists: ascending, shuffled, or neighbours (rows share most keys). "
                       "Default: ascending.");
   command->add_option("--threads", options->threads, "Of the CPU. Default: all.")
-      ->check(CLI::Range(1, 1024));
+      ->transform(whole_number(1, 1024));
   command->add_flag("--scaling", options->scaling,
                     "Every call on one thread too; prints how many times faster all are.");
   command
       ->add_option("--repeat", options->repeats,
                    "Timed samples of each call, at least 3. Default: 5.")
-      ->check(CLI::Range(3, 1000));
+      ->transform(whole_number(3, 1000));
   options->json = command->add_option("--json", options->json_file,
                                       "Print JSON, or print text and write JSON to FILE.");
   options->json->expected(0, 1)->option_text("[FILE]");
@@ -353,11 +378,11 @@ void add_bench(CLI::App& app, int&) {
   command->add_flag("--even-documents", options->even_documents,
                     "The documents of --documents have one length.");
   command->add_option("--limit", options->limit_mib, "The workspace limit in MiB. Default: 256.")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20));
+      ->transform(whole_number(std::int64_t{1}, std::int64_t{1} << 20));
 
   const auto size = [&](const char* name, std::optional<std::int64_t>& value, const char* what) {
     command->add_option(name, value, what)
-        ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 31))
+        ->transform(whole_number(std::int64_t{1}, std::int64_t{1} << 31))
         ->group("Sizes instead of the case's");
   };
   size("--tokens", options->tokens, "Query rows. Default: at most the case's, as time allows.");

@@ -17,6 +17,7 @@
 #include "tools/progress.h"
 #include "tools/report_json.h"
 #include "tools/text.h"
+#include "tools/whole_number.h"
 #include "tools/words.h"
 #include "winnow/winnow.h"
 
@@ -169,7 +170,7 @@ void add_check(CLI::App& app, int& exit_code) {
   command->add_option("--case", options->name_of_case,
                       "A model (" + join(model_names()) +
                           ") or an awkward case; a bad word lists all. Default: all quick ones.");
-  command->add_option("--seed", options->seed, "Of all inputs. Default: 1.");
+  command->add_option("--seed", options->seed, "Of all inputs. Default: 1.")->transform(any_seed());
   command->add_flag("--json", options->json, "Print JSON.");
   command->callback([options, &exit_code] { exit_code = check(*options); });
 }

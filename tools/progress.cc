@@ -8,6 +8,8 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include "tools/output.h"
+
 namespace winnow::tools {
 namespace {
 
@@ -15,6 +17,12 @@ constexpr auto kTick = std::chrono::milliseconds(250);
 constexpr double kQuietSeconds = 1;
 constexpr int kBarWidth = 20;
 constexpr char kEraseLine[] = "\r\033[K";
+
+/// Unlike fmt::print it does not throw, which would end the program if the terminal has gone.
+void show(const std::string& text) {
+  std::fputs(text.c_str(), stderr);
+  std::fflush(stderr);
+}
 
 }  // namespace
 
@@ -47,7 +55,7 @@ void Progress::print(std::string_view text) {
   const std::lock_guard lock(mutex_);
   erase();
   fmt::print("{}", text);
-  std::fflush(stdout);
+  flush_output();
 }
 
 void Progress::draw() {
@@ -56,16 +64,14 @@ void Progress::draw() {
   const double share = total_ > 0 ? std::clamp(done_ / total_, 0.0, 1.0) : 0;
   const int filled = static_cast<int>(share * kBarWidth);
   // Short enough for a line of 80.
-  fmt::print(stderr, "{}[{:#<{}}{:.<{}}] {:3.0f}%  {:.0f} s  {:.42}", kEraseLine, "", filled, "",
-             kBarWidth - filled, 100 * share, elapsed.count(), what_);
-  std::fflush(stderr);
+  show(fmt::format("{}[{:#<{}}{:.<{}}] {:3.0f}%  {:.0f} s  {:.42}", kEraseLine, "", filled, "",
+                   kBarWidth - filled, 100 * share, elapsed.count(), what_));
   drawn_ = true;
 }
 
 void Progress::erase() {
   if (!drawn_) return;
-  fmt::print(stderr, "{}", kEraseLine);
-  std::fflush(stderr);
+  show(kEraseLine);
   drawn_ = false;
 }
 

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstdio>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -15,6 +14,7 @@
 #include "harness/backends.h"
 #include "harness/rank_step.h"
 #include "tools/mpi_job.h"
+#include "tools/output.h"
 #include "tools/report_json.h"
 #include "tools/table.h"
 #include "tools/text.h"
@@ -142,7 +142,7 @@ void print_text(const RankRun& request, const Outcome& outcome) {
     fmt::print("all {} within their limits\n", outcome.reports.size());
   else
     fmt::print("{} of {} FAILED\n", outcome.failed(), outcome.reports.size());
-  std::fflush(stdout);
+  flush_output();
 }
 
 void print_json(const RankRun& request, const Outcome& outcome) {
@@ -171,7 +171,7 @@ void print_json(const RankRun& request, const Outcome& outcome) {
                  {"errors", errors},
                  {"ok", outcome.failed() == 0}};
   fmt::print("{}\n", all.dump(2));
-  std::fflush(stdout);
+  flush_output();
 }
 
 int run(const MpiJob& job, const RankRun& request) {
@@ -205,7 +205,7 @@ int run_on_ranks(const RankRun& request) {
   try {
     return run(job, request);
   } catch (const std::exception& error) {
-    fmt::print(stderr, "winnow: rank {} of {}: {}\n", job.rank(), job.size(), error.what());
+    complain(fmt::format("rank {} of {}: {}", job.rank(), job.size(), error.what()));
     job.abort(1);
   }
 }

@@ -2,7 +2,6 @@
 // winnow run: one training step of sparse attention on a packed batch.
 #include <algorithm>
 #include <bit>
-#include <cstdio>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,11 +12,13 @@
 
 #include "harness/training_step.h"
 #include "tools/commands.h"
+#include "tools/output.h"
 #include "tools/rank_run.h"
 #include "tools/report_json.h"
 #include "tools/table.h"
 #include "tools/text.h"
 #include "tools/timed_step.h"
+#include "tools/whole_number.h"
 #include "tools/words.h"
 #include "winnow/winnow.h"
 
@@ -84,7 +85,7 @@ void print_head(const harness::Case& c, Backend backend) {
   else
     fmt::print("queries    all rows\n");
   fmt::print("attention  {}\nindexer    {}\n\n", attention_text(c), indexer_text(c));
-  std::fflush(stdout);
+  flush_output();
 }
 
 void print_text(const harness::Case& c, const StepResult& result) {
@@ -200,14 +201,14 @@ void add_run(CLI::App& app, int& exit_code) {
       ->add_option("--tokens", options->rows,
                    "Rows of the packed batch, all of them keys. Default: 4096; with "
                    "--context-parallel 1024.")
-      ->check(CLI::Range(kFewestRows, std::int64_t{1} << 24));
+      ->transform(whole_number(kFewestRows, std::int64_t{1} << 24));
   CLI::Option* const queries =
       command
           ->add_option("--query-rows", options->queries,
                        "Rows that are queries too. Default: as many as the backend does in less "
                        "than a minute on two cores, at most all.")
-          ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24));
-  command->add_option("--seed", options->seed, "Of all inputs. Default: 1.");
+          ->transform(whole_number(std::int64_t{1}, std::int64_t{1} << 24));
+  command->add_option("--seed", options->seed, "Of all inputs. Default: 1.")->transform(any_seed());
   command->add_flag("--json", options->json, "Print JSON.");
   CLI::Option* const ranks =
       command

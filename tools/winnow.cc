@@ -1,29 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// The program: info, check, run, bench, plan. Exit code 0: fine; 1: something failed; 2: a bad
-// word.
+// The program: info, check, run, bench, plan.
 #include "winnow/winnow.h"
 
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <memory>
+#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
 #include "tools/commands.h"
 #include "tools/help.h"
+#include "tools/output.h"
 
 namespace {
 
+using winnow::tools::complain;
+
 constexpr int kFailed = 1;
 constexpr int kBadWord = 2;
-
-int complain(const std::string& sentence, int exit_code) {
-  fmt::print(stderr, "winnow: {}\n", sentence);
-  return exit_code;
-}
+constexpr int kReaderGone = 128 + SIGPIPE;  // what a shell reports of a program that SIGPIPE ended
+constexpr char kExitCodes[] =
+    "Exit code 0: all is well. 1: something failed, or the output could not be written. 2: a word "
+    "of\n"
+    "the command line is wrong, or there is no command. 141: the reader of the output has gone, "
+    "as\n"
+    "head does; then nothing is said.";
 
 int run(int argc, char** argv) {
   int exit_code = 0;
@@ -31,32 +38,55 @@ int run(int argc, char** argv) {
                "winnow");
   app.set_version_flag("--version", fmt::format("winnow {}", winnow::version()));
   app.formatter(std::make_shared<winnow::tools::HelpFormatter>());
+  app.footer(kExitCodes);
   app.require_subcommand(1);
   winnow::tools::add_info(app, exit_code);
   winnow::tools::add_check(app, exit_code);
   winnow::tools::add_run(app, exit_code);
   winnow::tools::add_bench(app, exit_code);
   winnow::tools::add_plan(app, exit_code);
+  if (argc == 1) {
+    std::fputs(app.help().c_str(), stderr);
+    return kBadWord;
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help and --version
+    if (error.get_exit_code() == 0) {  // --help and --version
+      std::ostringstream text;
+      app.exit(error, text);
+      fmt::print("{}", text.str());  // unlike std::cout it throws where that fails
+      return 0;
+    }
     const bool no_command = app.get_subcommands().empty();
-    return complain(
-        no_command ? "no such command: there are info, check, run, bench and plan" : error.what(),
-        kBadWord);
+    complain(no_command ? "no such command: there are info, check, run, bench and plan"
+                        : error.what());
+    return kBadWord;
   }
+  return exit_code;
+}
+
+int failed(const std::exception& error, int exit_code) {
+  complain(error.what());
   return exit_code;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  winnow::tools::fill_closed_streams();
   try {
-    return run(argc, argv);
+    const int exit_code = run(argc, argv);
+    winnow::tools::flush_output();
+    return exit_code;
   } catch (const std::invalid_argument& error) {
-    return complain(error.what(), kBadWord);
+    return failed(error, kBadWord);
+  } catch (const std::system_error& error) {
+    if (std::ferror(stdout) == 0) return failed(error, kFailed);
+    if (error.code() == std::errc::broken_pipe) return kReaderGone;
+    complain("cannot write to stdout: " + error.code().message());
+    return kFailed;
   } catch (const std::exception& error) {
-    return complain(error.what(), kFailed);
+    return failed(error, kFailed);
   }
 }

@@ -420,7 +420,31 @@ def call(name: str, **changes):
         # Types of arguments, and of elements.
         ("sparse_attention", {"q": [1.0]}, TypeError, "q is a list: must be a tensor"),
         ("sparse_attention", {"kv": torch.zeros(6, 16, dtype=bf16)}, ValueError, "kv bf16.*dtype"),
-        ("sparse_attention", {"indices": torch.zeros(5, 3).long()}, ValueError, "indices.*int64"),
+        (
+            "sparse_attention",
+            {"indices": torch.zeros(5, 3).long()},
+            ValueError,
+            "indices has dtype int64: must be int32$",
+        ),
+        (
+            "sparse_attention",
+            {"q": torch.zeros(5, 2, 16).long()},
+            ValueError,
+            "q has dtype int64: must be one of float32, bfloat16, float16, float64, float8_e4m3fn$",
+        ),
+        # Devices.
+        (
+            "sparse_attention",
+            {"q": torch.zeros(5, 2, 16, device="meta")},
+            ValueError,
+            "kv on cpu: must be on meta, as q",
+        ),
+        (
+            "index_topk",
+            {"weights": torch.zeros(5, 2, device="meta")},
+            ValueError,
+            "weights on meta: must be on cpu, as q",
+        ),
         (
             "sparse_attention",
             {"indices": torch.zeros(5, 3, requires_grad=True)},
@@ -508,6 +532,25 @@ def test_errors_name_what_is_wrong(name, changes, error, text):
     # index_loss calls index_target first.
     with pytest.raises(error, match=f"^({name}|index_target).*{text}"):
         call(name, **changes)
+
+
+@pytest.mark.parametrize("size", [2**31, 2**40, 2**70])
+def test_sizes_that_are_too_large_are_refused(size):
+    packing = winnow.Packing(offsets([3, 2]))
+    too_large = f"{size}: must be at most 2147483647$"
+    with pytest.raises(ValueError, match=f"^index_topk: topk {too_large}"):
+        call("index_topk", topk=size)
+    with pytest.raises(ValueError, match=f"^Packing.windows: ratio {too_large}"):
+        call("index_topk", ratio=size)
+    with pytest.raises(ValueError, match=f"^sparse_attention: v_dim {too_large}"):
+        call("sparse_attention", v_dim=size)
+    with pytest.raises(ValueError, match=f"^dense_index_loss: key_offset {too_large}"):
+        call("dense_index_loss", key_offset=size)
+    for name in ("window", "ratio", "key_offset", "topk"):
+        with pytest.raises(ValueError, match=f"^window_indices: {name} {too_large}"):
+            winnow.window_indices(packing, **{"window": 2} | {name: size})
+    with pytest.raises(ValueError, match=f"^Packing: tokens {too_large}"):
+        winnow.Packing(offsets([3]), tokens=size)
 
 
 def test_integers_cannot_require_gradients():

@@ -85,7 +85,7 @@ def test_what_is_wrong_is_named(arguments, error, text):
 
 
 def test_ratio_is_checked():
-    with pytest.raises(ValueError, match="key_windows: ratio 0: must be at least 1"):
+    with pytest.raises(ValueError, match="Packing.windows: ratio 0: must be at least 1"):
         winnow.Packing(offsets([3, 2])).windows(0)
 
 

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
+import torch._inductor.config
 from cases import Random, assert_equal, assert_near, bf16, f32, f64, offsets
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import winnow
@@ -67,13 +69,12 @@ class TestCompile:
         yield
         torch._dynamo.reset()
 
-    @pytest.mark.parametrize("dtype", [f32, bf16])
-    def test_one_graph_serves_every_packed_length(self, dtype):
+    def test_one_graph_serves_every_packed_length(self):
         graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=graphs)
         counts = []
         for lengths in PACKED_LENGTHS:
-            call = inputs(lengths, dtype)
+            call = inputs(lengths, bf16)
             expected = value_and_gradients(step, *call)
             for a, b in zip(value_and_gradients(compiled, *call), expected, strict=True):
                 assert_equal(a, b)
@@ -87,16 +88,36 @@ class TestCompile:
             value_and_gradients(compiled, *inputs(lengths))
         compilations = graphs.frame_count
         for lengths in PACKED_LENGTHS[2:]:
-            value_and_gradients(compiled, *inputs(lengths))
-        assert graphs.frame_count == compilations
-
-    def test_inductor(self):
-        compiled = torch.compile(step, fullgraph=True, dynamic=True)
-        for lengths in PACKED_LENGTHS[:2]:
             call = inputs(lengths)
             expected = value_and_gradients(step, *call)
             for a, b in zip(value_and_gradients(compiled, *call), expected, strict=True):
-                assert_near(a, b.to(f64), 1e-5)
+                assert_equal(a, b)
+        assert graphs.frame_count == compilations
+
+    @torch._inductor.config.patch({"cpp.simdlen": 1})
+    def test_inductor(self):
+        """Little between the operators and no SIMD: the C++ compiler takes seconds a kernel."""
+
+        def operators(q, kv, sink, w_v, index_q, index_k, weights, packing):
+            selection = winnow.index_topk(index_q, index_k, weights, packing, topk=4)
+            lists = winnow.window_indices(packing, window=3)
+            out, lse, _ = winnow.sparse_attention(
+                q, kv, selection.indices, v_dim=8, scale=SCALE, sink=sink, lengths=lists.lengths
+            )
+            rows = {"scale": SCALE, "sink": sink.detach(), "reduction": "none"}
+            loss = winnow.index_loss(selection, q, kv, lse, **rows)
+            return winnow.value_projection(out, w_v).square(), loss
+
+        compiled = torch.compile(operators, fullgraph=True, dynamic=True)
+        for lengths in PACKED_LENGTHS[:2]:
+            tensors, packing = inputs(lengths)
+            results = []
+            for function in (operators, compiled):
+                outputs = function(*tensors, packing)
+                ones = [torch.ones_like(x) for x in outputs]
+                results.append([*outputs, *torch.autograd.grad(outputs, tensors, ones)])
+            for a, b in zip(*results, strict=True):
+                assert_near(b.detach(), a.detach().to(f64), 1e-5)
 
     def test_windows_and_offsets_can_be_made_inside(self):
         def chosen(q, k, weights, cu_seqlens):
@@ -253,9 +274,78 @@ class TestDLPack:
         dense = winnow.sparse_attention(q, wide[::2, 8:24].copy(), indices).out
         assert_equal(strided, dense)
 
+    @pytest.mark.parametrize("view", [lambda x: x[::-1], lambda x: x[:, ::-1]])
+    def test_negative_strides_are_refused(self, view):
+        """torch would abort the process."""
+        q, kv, indices = np.ones((3, 2, 16)), np.ones((4, 16)), np.zeros((3, 2), np.int32)
+        with pytest.raises(ValueError, match="^sparse_attention: kv has strides of .*negative$"):
+            winnow.sparse_attention(q, view(kv), indices)
+        with pytest.raises(ValueError, match="^sparse_attention: indices has strides of "):
+            winnow.sparse_attention(q, kv, view(indices))
+        with pytest.raises(ValueError, match="^Packing: cu_seqlens has strides of "):
+            winnow.Packing(np.array([3, 0], np.int32)[::-1])
+
+    def test_another_byte_order_is_refused(self):
+        q, kv, indices = np.ones((3, 2, 16)), np.ones((4, 16)), np.zeros((3, 2), np.int32)
+        with pytest.raises(ValueError, match="^sparse_attention: kv cannot be .*byte order"):
+            winnow.sparse_attention(q, kv.astype(">f8"), indices)
+        with pytest.raises(ValueError, match="^sparse_attention: indices cannot be .*byte order"):
+            winnow.sparse_attention(q, kv, indices.astype(">i4"))
+
+    def test_arrays_that_must_not_be_written_are_read(self):
+        q, kv, indices = np.ones((3, 2, 16)), np.ones((4, 16)), np.zeros((3, 2), np.int32)
+        expected = winnow.sparse_attention(q, kv.copy(), indices).out
+        kv.flags.writeable = False
+        assert_equal(winnow.sparse_attention(q, kv, indices).out, expected)
+
     def test_lists_are_no_arrays(self):
         with pytest.raises(TypeError, match="quantize_fp8: x is a list: must be a tensor, or an"):
             winnow.quantize_fp8([[1.0]])
+
+
+class TestTransforms:
+    """What docs/python.md says about the transforms of torch.func and forward mode."""
+
+    @pytest.fixture
+    def call(self):
+        (q, kv, *_), _ = inputs([3, 2])
+        indices = torch.zeros(5, 3, dtype=torch.int32)
+        return lambda q: winnow.sparse_attention(q, kv.detach(), indices).out, q.detach()
+
+    def test_torch_func_is_refused(self, call):
+        attention, q = call
+        uses = [
+            lambda: torch.func.grad(lambda q: attention(q).sum())(q),
+            lambda: torch.func.jvp(attention, (q,), (q,)),
+            lambda: torch.func.vmap(attention)(torch.stack([q, q])),
+            lambda: torch.func.jacrev(attention)(q),
+        ]
+        for use in uses:
+            with pytest.raises(RuntimeError, match="must override the setup_context staticmethod"):
+                use()
+
+    def test_forward_mode_is_refused(self, call):
+        attention, q = call
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="the jvp function"):
+            attention(forward_ad.make_dual(q, q))
+
+    def test_batched_gradients_are_refused(self, call):
+        attention, q = call
+        q.requires_grad_()
+        with pytest.raises(RuntimeError, match="Batching rule not implemented for winnow::"):
+            torch.autograd.grad(attention(q), q, torch.ones(2, *q.shape), is_grads_batched=True)
+
+    def test_operators_of_tensors_alone_are_mapped(self, call):
+        x = torch.stack([call[1], 2 * call[1]])
+        scales = torch.func.vmap(lambda x: winnow.quantize_fp8(x).scale)(x)
+        assert_equal(scales, winnow.quantize_fp8(x.flatten(0, 1)).scale.view_as(scales))
+
+    def test_jacobian_of_torch_autograd_works(self, call):
+        attention, q = call
+        jacobian = torch.autograd.functional.jacobian(attention, q)
+        direction = torch.ones_like(q)
+        (expected,) = torch.autograd.grad(attention(q.requires_grad_()), q, direction)
+        assert_near(jacobian.sum((0, 1, 2)), expected.to(f64), 1e-5)
 
 
 def loss_of_heads(first: int, last: int, group=None) -> tuple[Tensor, Tensor]:

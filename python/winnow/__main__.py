@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs here, how exactly, how fast. Exit code 0: fine; 1: something failed; 2: a bad word."""
+"""What runs here, how exactly, how fast.
+
+Exit code 0: all is well; 1: something failed, or the output could not be written; 2: a word of the
+command line is wrong, or there is no command; 141: the reader of the output has gone.
+"""
 
 import argparse
+import os
+import signal
 import sys
 
 import torch
@@ -21,6 +27,11 @@ def _info() -> None:
 _OPERATORS = {"check": tuple(_check.CHECKS), "bench": _bench.NAMES}  # of the commands
 
 
+class _Parser(argparse.ArgumentParser):
+    def print_help(self, file=None) -> None:  # that of argparse ignores errors
+        print(self.format_help(), end="", file=file)
+
+
 def _add(commands, name: str, help: str) -> None:
     command = commands.add_parser(name, help=help)
     some = ", ".join(_OPERATORS[name])
@@ -34,12 +45,14 @@ def _add(commands, name: str, help: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m winnow", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = _Parser(prog="python -m winnow", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
     commands.add_parser("info", help="version, library and backends")
     _add(commands, "check", "compare every function with plain torch in double")
     _add(commands, "bench", "time calls through PyTorch, and the host's share")
     given = parser.parse_args(arguments)
+    if given.command is None:
+        parser.exit(2, parser.format_help())
     if given.command == "info":
         _info()
         return 0
@@ -56,5 +69,25 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def main_of_program() -> int:
+    """`main`, which also fails if its output is lost; Python would notice too late or never."""
+    if sys.stdout is None:  # closed by the caller; writing fails as it would there
+        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w")
+    try:
+        try:
+            code = main()
+        except SystemExit as exit:  # of argparse
+            code = exit.code
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        # What is left in the buffer must not fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"winnow: cannot write to stdout: {error.strerror}", file=sys.stderr)
+        return 1
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_of_program())

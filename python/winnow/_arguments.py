@@ -21,7 +21,15 @@ def tensor(function: str, name: str, value: Array) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if hasattr(value, "__dlpack__"):
-        return torch.from_dlpack(value)
+        strides = getattr(value, "strides", None)  # of NumPy and CuPy; others have no negative ones
+        if isinstance(strides, tuple) and min(strides, default=0) < 0:  # torch would abort
+            raise ValueError(
+                f"{function}: {name} has strides of {strides} bytes: must not be negative"
+            )
+        try:
+            return torch.from_dlpack(value)
+        except BufferError as error:  # of the array's library: another byte order, strings
+            raise ValueError(f"{function}: {name} cannot be exchanged: {error}") from None
     raise TypeError(
         f"{function}: {name} is a {type(value).__name__}: must be a tensor, or an array with "
         "__dlpack__"
@@ -32,9 +40,15 @@ def optional_tensor(function: str, name: str, value: Array | None) -> Tensor | N
     return None if value is None else tensor(function, name, value)
 
 
-def at_least(function: str, name: str, value: int, least: int) -> None:
+_LARGEST = 2**31 - 1  # the library has rows, keys and slots as int32
+
+
+def check_size(function: str, name: str, value: int, least: int) -> None:
+    """Before outputs of that size are allocated."""
     if value < least:
         raise ValueError(f"{function}: {name} {value}: must be at least {least}")
+    if value > _LARGEST:
+        raise ValueError(f"{function}: {name} {value}: must be at most {_LARGEST}")
 
 
 def one_of(function: str, name: str, value: str, words: tuple[str, ...]) -> None:

@@ -29,6 +29,10 @@ _TENSORS = tuple(
 )
 _ABSENT = _TENSORS[0].pack(0, 0, 0, 0, -1)
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int32")
+# The fields that hold int32; all others hold floating-point numbers.
+_INDEX_FIELDS = frozenset(
+    "cu_seqlens cu_seqlens_padded query_rows begin end indices lengths pool_ids".split()
+)
 
 # By DLPack type code, bits and lanes.
 _DLPACK_DTYPES = {
@@ -129,7 +133,8 @@ class _TensorField:
 
     def _dtype_number(self, dtype: str) -> int:
         if dtype not in _DTYPES:
-            self._refuse(f"has dtype {dtype}: must be one of {', '.join(_DTYPES)}")
+            allowed = "int32" if self.name in _INDEX_FIELDS else f"one of {', '.join(_DTYPES[:-1])}"
+            self._refuse(f"has dtype {dtype}: must be {allowed}")
         return _DTYPES.index(dtype)
 
     def _refuse(self, why: str) -> NoReturn:

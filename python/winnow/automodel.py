@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from winnow import _lib, functional
-from winnow._arguments import at_least, one_head, one_of
+from winnow._arguments import check_size, one_head, one_of
 from winnow.automodel_cp import (  # noqa: F401
     _contiguous_cp_indices,
     _slice_thd_chunk_for_cp,
@@ -195,7 +195,7 @@ class DeepSeekV4SparseAttentionHeadChunked(torch.autograd.Function):
         sm_scale: float | None = None,
     ) -> Tensor:
         name = "sparse_attn_tilelang_head_chunked"
-        at_least(name, "max_heads_per_kernel", max_heads_per_kernel, 1)
+        check_size(name, "max_heads_per_kernel", max_heads_per_kernel, 1)
         return _forward(ctx, q, kv, attn_sink, topk_idxs, max_heads_per_kernel, sm_scale)
 
     @staticmethod

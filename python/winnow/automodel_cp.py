@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from winnow import _lib
-from winnow._arguments import at_least
+from winnow._arguments import check_size
 from winnow.keys import Keys
 from winnow.parallel import Layout, Ranks, check_group
 
@@ -71,7 +71,7 @@ def _contiguous_cp_indices(
 ) -> Tensor:
     """[total_tokens / cp_size] int64: the rows that a rank holds."""
     name = "_contiguous_cp_indices"
-    at_least(name, "cp_size", cp_size, 1)
+    check_size(name, "cp_size", cp_size, 1)
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"{name}: cp_rank {cp_rank}: must be from 0 to {cp_size - 1}")
     if total_tokens % cp_size:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from winnow import _autograd
-from winnow._arguments import Array, at_least, one_of, optional_tensor, tensor
+from winnow._arguments import Array, check_size, one_of, optional_tensor, tensor
 from winnow.keys import Keys
 from winnow.packing import Packing
 
@@ -131,6 +131,8 @@ def index_topk(
         raise NotImplementedError(
             "index_topk: weights require gradients: with q of float8_e4m3fn there are none"
         )
+    if topk is not None:
+        check_size("index_topk", "topk", topk, 1)
     windows = packing.windows(ratio)
     _check_keys("index_topk", "k", packing, ratio, k, keys)
     inputs = (q, k, weights, k_scale, *windows)
@@ -138,7 +140,6 @@ def index_topk(
     if indices is not None:
         scores = _autograd.IndexReplay.apply(*inputs, indices, lengths, run, keys)
         return Selection(indices, scores, lengths)
-    at_least("index_topk", "topk", topk, 1)
     if not with_scores:
         with torch.no_grad():
             k = k if keys is None else keys.values
@@ -190,9 +191,9 @@ def sparse_attention(
     lengths = optional_tensor("sparse_attention", "lengths", lengths)
     if v_dim is None:
         v_dim = q.shape[-1] if q.dim() else 1  # the library refuses a q without dimensions
-    at_least("sparse_attention", "v_dim", v_dim, 1)
+    check_size("sparse_attention", "v_dim", v_dim, 1)
     if max_heads_per_pass is not None:
-        at_least("sparse_attention", "max_heads_per_pass", max_heads_per_pass, 1)
+        check_size("sparse_attention", "max_heads_per_pass", max_heads_per_pass, 1)
     if scale == 0:  # 0 means "not given" to the library
         raise ValueError("sparse_attention: scale 0: must not be 0")
     options = _autograd.AttentionOptions(
@@ -262,6 +263,7 @@ def index_loss(
         reduction: of the loss per row, see above.
     """
     one_of("index_loss", "reduction", reduction, _REDUCTIONS)
+    check_size("index_loss", "key_offset", key_offset, 0)
     q, kv = tensor("index_loss", "q", q), _values("index_loss", "kv", kv)
     lse = tensor("index_loss", "lse", lse)
     sink = optional_tensor("index_loss", "sink", sink)
@@ -324,6 +326,7 @@ def dense_index_loss(
     index_k, index_keys = _keys("dense_index_loss", "index_k", index_k)
     sink = optional_tensor("dense_index_loss", "sink", sink)
     _check_rows("dense_index_loss", packing, q)
+    check_size("dense_index_loss", "key_offset", key_offset, 0)
     begin, end = packing.windows(ratio)
     _check_keys("dense_index_loss", "index_k", packing, ratio, index_k, index_keys)
     loss, lse = _autograd.DenseIndexLoss.apply(
@@ -376,6 +379,9 @@ def window_indices(
     """
     _check_packing("window_indices", packing)
     pool_ids = optional_tensor("window_indices", "pool_ids", pool_ids)
+    sizes = {"window": window, "ratio": ratio, "key_offset": key_offset}
+    for name, size in sizes.items():
+        check_size("window_indices", name, size, 0)
     tokens = packing.tokens
     if topk is None:
         pools = 0
@@ -386,7 +392,7 @@ def window_indices(
                 )
             pools = packing.batch_tokens // ratio
         topk = window + (pools if pool_ids is None else pool_ids.shape[-1])
-    at_least("window_indices", "topk", topk, 1)
+    check_size("window_indices", "topk", topk, 1)
     indices, lengths = _ops.window_indices(
         packing.cu_seqlens,
         packing.cu_seqlens_padded,

@@ -44,6 +44,15 @@ def _deterministic(asked: bool) -> bool:
     return asked or torch.are_deterministic_algorithms_enabled()
 
 
+def _check_devices(op: str, names: tuple[str, ...], args: tuple[Any, ...]) -> None:
+    """Refuses what the library, which fake tensors do not reach, would refuse."""
+    named = zip(names, args, strict=False)
+    (first, x), *others = [(name, x) for name, x in named if isinstance(x, Tensor)]
+    for name, other in others:
+        if other.device != x.device:
+            raise ValueError(f"{op}: {name} on {other.device}: must be on {x.device}, as {first}")
+
+
 def _operator(inputs: str, outputs: str, struct: str | None = None, **constants: Any):
     """Registers torch.ops.winnow.<name> for a function of that name which allocates the outputs.
 
@@ -86,6 +95,7 @@ def _operator(inputs: str, outputs: str, struct: str | None = None, **constants:
             return results
 
         def fake(*args: Any, **options: Any) -> Results:
+            _check_devices(op, parameters, args)
             return describe(*args)[0]
 
         schema = f"{name}({inputs}, *, {_OPTIONS}) -> {outputs}"

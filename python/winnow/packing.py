@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from winnow._arguments import Array, at_least, optional_tensor, tensor
+from winnow._arguments import Array, check_size, optional_tensor, tensor
 from winnow.parallel import Layout, Ranks, check_group
 from winnow.shards import Documents, Ratios, Shards, check_sharding
 
@@ -77,7 +77,7 @@ class Packing:
             tokens = self.query_rows.numel()
         if tokens is None:
             tokens = self._rows()
-        at_least("Packing", "tokens", tokens, 0)
+        check_size("Packing", "tokens", tokens, 0)
         self._windows = {1: self._make_windows(tokens, 1)}
 
     @property
@@ -121,7 +121,7 @@ class Packing:
         x[packing.pool_rows(4)] is [pools, 4, ...], from which a layer computes its pooled keys.
         Computed at the first call, which synchronises with a GPU that holds the offsets.
         """
-        at_least("Packing.pool_rows", "ratio", ratio, 2)
+        check_size("Packing.pool_rows", "ratio", ratio, 2)
         if ratio not in self._pool_rows:
             first_rows = self._first_rows_of_pools(ratio)
             rows = first_rows[:, None] + torch.arange(ratio)
@@ -136,6 +136,7 @@ class Packing:
         that are complete at its position.
         """
         if ratio not in self._windows:
+            check_size("Packing.windows", "ratio", ratio, 1)
             self._windows[ratio] = self._make_windows(self.tokens, ratio)
         return self._windows[ratio]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from winnow import _lib
-from winnow._arguments import at_least, one_of
+from winnow._arguments import check_size, one_of
 from winnow.parallel import Layout, Ranks
 
 Ratios = int | Sequence[int]
@@ -21,7 +21,7 @@ def ratios_of(ratio: Ratios) -> tuple[int, ...]:
 def check_sharding(sharding: str, multiple: int) -> None:
     """Checks the arguments of Packing, which are validated without a group too."""
     one_of("Packing", "sharding", sharding, _lib.SHARDINGS)
-    at_least("Packing", "multiple", multiple, 1)
+    check_size("Packing", "multiple", multiple, 1)
 
 
 class Documents:

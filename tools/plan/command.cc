@@ -10,6 +10,7 @@
 
 #include "tools/commands.h"
 #include "tools/plan/report.h"
+#include "tools/whole_number.h"
 #include "tools/words.h"
 #include "winnow/winnow.h"
 
@@ -103,22 +104,22 @@ void add_plan(CLI::App& app, int&) {
                    "Rows of the packed batch. Several: one line for each instead of one plan.")
       ->required()
       ->delimiter(',')
-      ->check(CLI::Range(std::int64_t{1}, plan::kMostTokens))
+      ->transform(whole_number(std::int64_t{1}, plan::kMostTokens))
       ->option_text("N,...");
   command->add_option("--ranks", options->ranks, "Of context parallelism. Several: likewise.")
       ->required()
       ->delimiter(',')
-      ->check(CLI::Range(1, plan::kMostRanks))
+      ->transform(whole_number(1, plan::kMostRanks))
       ->option_text("N,...");
   CLI::Option* documents = command
                                ->add_option("--documents", options->documents,
                                             "Equal documents in the batch. Default: 1.")
-                               ->check(CLI::Range(std::int64_t{1}, plan::kMostTokens));
+                               ->transform(whole_number(std::int64_t{1}, plan::kMostTokens));
   command
       ->add_option("--lengths", options->lengths,
                    "Their lengths instead; rows behind the last one are padding.")
       ->delimiter(',')
-      ->check(CLI::Range(std::int64_t{0}, plan::kMostTokens))
+      ->transform(whole_number(std::int64_t{0}, plan::kMostTokens))
       ->excludes(documents)
       ->option_text("N,...");
   CLI::Option* gpu =
