@@ -160,6 +160,9 @@ TEST(Refusals, OfTensors) {
                          "q bf16[6, 3, 24]: strides must not be negative");
   expect_forward_refused([](Forward& a) { a.out.stride[0] = 0; },
                          "out bf16[6, 3, 16]: elements of an output must not overlap");
+  expect_forward_refused(
+      [](Forward& a) { a.out.data = a.kv.data; },
+      "out overlaps kv: outputs and workspace must not share memory with another argument");
 }
 
 TEST(Refusals, OfSizes) {
@@ -367,11 +370,13 @@ TEST(Refusals, OfBackends) {
     EXPECT_EQ(why_not(work.args, on(backend)), reason);
   }
 
-  // This address must not be accessed: the reference backend cannot reach the device and says so.
+  // These addresses must not be accessed: the reference backend cannot reach the device and says
+  // so.
   expect_forward_refused(
       [](Forward& a) {
+        std::uintptr_t address = 0;
         for (Tensor* tensor : {&a.q, &a.kv, &a.indices, &a.out, &a.lse, &a.max_logits}) {
-          tensor->data = reinterpret_cast<void*>(std::uintptr_t{0x1000});
+          tensor->data = reinterpret_cast<void*>(address += 0x10000);
           tensor->device = kCuda;
         }
       },
