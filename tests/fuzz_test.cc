@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "tests/attention_calls.h"
+#include "tests/fuzz_batches.h"
 #include "tests/indexer_calls.h"
 #include "tests/refusal_coverage.h"
 
@@ -47,6 +48,13 @@ void expect_right_or_refused(std::uint64_t begin, std::uint64_t end) {
 }
 
 TEST(Refusals, OfSpoiltCallsNameTheArgument) { expect_right_or_refused(0, kCalls); }
+
+TEST(Refusals, OfSpoiltBatchesAreOfTheCallersMistakes) {
+  BatchFuzz fuzz;
+  for (std::uint64_t seed = 0; seed < kCalls && failures() < kMaxFailures; ++seed) fuzz.call(seed);
+  EXPECT_GT(fuzz.computed, kCalls / 5);
+  EXPECT_GT(fuzz.refused, kCalls / 5);
+}
 
 TEST(SlowFuzz, ManyMoreCallsAreComputedRightOrRefusedByName) {
   expect_right_or_refused(kCalls, kSlowCalls);

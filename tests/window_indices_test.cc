@@ -258,7 +258,7 @@ TEST(WindowIndices, SeeThePoolsThatKeyWindowsGives) {
   });
 }
 
-// To look through the documents for every row would take hours.
+// To look through the documents for every row would take longer than a test may.
 TEST(WindowIndices, OfAMillionDocumentsInDescendingOrderAreChecked) {
   constexpr std::int32_t kDocuments = 1'000'000;
   Ints offsets, rows;
