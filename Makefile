@@ -9,7 +9,7 @@ build = cmake --preset $(1) && cmake --build --preset $(1)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja already uses all cores
-.PHONY: help run bench bench-eager check test test-all tsan gpu-test gpu-sanitize gpu-bundle wheel lint format tidy clean
+.PHONY: help run bench bench-eager check test test-all fuzz tsan gpu-test gpu-sanitize gpu-bundle wheel lint format tidy clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,10 @@ endif
 
 test-all: ## the same with the slow tests
 	$(MAKE) test slow=--slow
+
+fuzz: build/.packages ## make random calls under sanitizers for SECONDS (60)
+	$(call build,dev) --target fuzz
+	build/dev/fuzz --seconds $(or $(SECONDS),60)
 
 tsan: build/.packages ## run the C++ tests under the thread sanitizer
 	scripts/tsan.sh

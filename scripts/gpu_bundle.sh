@@ -12,7 +12,7 @@ folder=$2
 
 rm -rf "$folder"
 mkdir -p "$folder"
-cp "$build"/libwinnow.so "$build"/winnow "$build"/*_test "$folder"
+cp "$build"/libwinnow.so "$build"/winnow "$build"/fuzz "$build"/*_test "$folder"
 if [[ -e $build/mpi_test ]]; then
   cp "$build"/mpi_rank "$build"/mpi_failing_rank "$build"/context_parallel "$folder"
 fi

@@ -4,6 +4,7 @@
 #   run.sh                 the tests, then the benchmark
 #   run.sh tests           the C++ tests, then the Python ones where there are torch and pytest
 #   run.sh sanitize        short tests under each tool of compute-sanitizer
+#   run.sh fuzz ...        random calls on the GPU, with the options of the fuzzer
 #   run.sh COMMAND ...     a command of the tool: info, check, bench, with its options
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -53,5 +54,6 @@ case "${1:-all}" in
     ;;
   tests) ./winnow info; tests ;;
   sanitize) ./sanitize.sh . ;;
+  fuzz) ./fuzz --backend cuda "${@:2}" ;;
   *) ./winnow "$@" ;;
 esac

@@ -25,6 +25,8 @@ struct Argument {
   Tensor* tensor;  // in the argument struct
   Buffer memory;   // i32 words; empty if the tensor is absent
   bool is_output = false;
+  bool is_placed = false;            // by a mutation, so that no other type or stride would fit
+  const Argument* within = nullptr;  // the argument whose memory the tensor is in; null: its own
 
   std::byte* begin() const { return static_cast<std::byte*>(memory.tensor().data); }
 };

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Valid and mutated calls of every op must give correct results, or be refused by name with
 // nothing written. At the end every refusal message must have been seen.
+#include "tests/fuzz.h"
+
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -8,10 +10,8 @@
 #include <string_view>
 
 #include "tests/attention_calls.h"
+#include "tests/fuzz_batches.h"
 #include "tests/indexer_calls.h"
-#include "tests/judgement.h"
-#include "tests/mutations.h"
-#include "tests/random_calls.h"
 #include "tests/refusal_coverage.h"
 
 namespace winnow::tests {
@@ -35,74 +35,26 @@ int failures() {
 
 // ---- The fuzz.
 
-struct Spoilt {
-  Call call;
-  Execution execution;
-  std::vector<Mutation> mutations;
-};
-
-Spoilt spoilt_call(std::uint64_t seed, Backend backend, Device device, const Buffer& workspace) {
-  Spoilt result{make_call(seed, device), on(backend), {}};
-  if (seed % 5 == 0) return result;
-  Mutator mutator(seed, result.call, result.execution, workspace);
-  const std::int64_t count = mutator.below(5) < 3 ? 1 : 2 + mutator.below(2);
-  for (std::int64_t i = 0; i < count; ++i) result.mutations.push_back(mutator.apply());
-  return result;
-}
-
-std::string describe(const Spoilt& spoilt, std::uint64_t seed) {
-  std::string text = fmt::format("seed {}: {}", seed, spoilt.call.op);
-  for (const Mutation& mutation : spoilt.mutations) text += "; " + mutation.what;
-  return text;
-}
-
 /// Makes the calls with these seeds: each is computed right, or refused by name.
 void expect_right_or_refused(std::uint64_t begin, std::uint64_t end) {
   on_each_backend([&](Backend backend) {
-    const Device device = harness::device_of(backend);
-    const Buffer workspace(device, DType::i32, {1 << 18});
-    const Buffer host_workspace({}, DType::i32, {1 << 18});
-    std::uint64_t computed = 0, refused = 0;
-    for (std::uint64_t seed = begin; seed < end && failures() < kMaxFailures; ++seed) {
-      const Spoilt spoilt = spoilt_call(seed, backend, device, workspace);
-      SCOPED_TRACE(describe(spoilt, seed));
-      const Snapshot before = snapshot(spoilt.call);
-      try {
-        spoilt.call.run(spoilt.execution);
-      } catch (const Error& error) {
-        ++refused;
-        coverage.record(error.what());
-        expect_named(spoilt.call, error, spoilt.mutations);
-        expect_one_answer(spoilt.call, spoilt.execution, error);
-        EXPECT_EQ(snapshot(spoilt.call), before) << "written to, then refused: " << error.what();
-        EXPECT_TRUE(canaries_intact(spoilt.call));
-        continue;
-      }
-      ++computed;
-      EXPECT_TRUE(canaries_intact(spoilt.call));
-      const Snapshot after = snapshot(spoilt.call);
-      for (std::size_t i = 0; i < after.size(); ++i)
-        if (!spoilt.call.arguments[i].is_output) {
-          EXPECT_EQ(after[i], before[i]) << spoilt.call.arguments[i].name << " was written to";
-        }
-      // The same call on the reference, with its own memory. Contents of index tensors are checked
-      // on the host only.
-      const Spoilt twin = spoilt_call(seed, Backend::reference, {}, host_workspace);
-      const std::string on_host = refusal_of([&] { twin.call.run(on(Backend::reference)); });
-      if (!on_host.empty()) {
-        EXPECT_NE(device.kind, DeviceKind::cpu) << on_host;
-        continue;
-      }
-      expect_equal_outputs(spoilt.call, twin.call, spoilt.execution.backend == Backend::reference);
-    }
-    EXPECT_TRUE(workspace.canaries_intact());
+    Fuzz fuzz(backend);
+    for (std::uint64_t seed = begin; seed < end && failures() < kMaxFailures; ++seed)
+      fuzz.call(seed, [](const Error& error) { coverage.record(error.what()); });
     // Both outcomes must be frequent, or the test would be void.
-    EXPECT_GT(computed, (end - begin) / 5);
-    EXPECT_GT(refused, (end - begin) / 2);
+    EXPECT_GT(fuzz.computed, (end - begin) / 5);
+    EXPECT_GT(fuzz.refused, (end - begin) / 2);
   });
 }
 
 TEST(Refusals, OfSpoiltCallsNameTheArgument) { expect_right_or_refused(0, kCalls); }
+
+TEST(Refusals, OfSpoiltBatchesAreOfTheCallersMistakes) {
+  BatchFuzz fuzz;
+  for (std::uint64_t seed = 0; seed < kCalls && failures() < kMaxFailures; ++seed) fuzz.call(seed);
+  EXPECT_GT(fuzz.computed, kCalls / 5);
+  EXPECT_GT(fuzz.refused, kCalls / 5);
+}
 
 TEST(SlowFuzz, ManyMoreCallsAreComputedRightOrRefusedByName) {
   expect_right_or_refused(kCalls, kSlowCalls);
@@ -160,6 +112,9 @@ TEST(Refusals, OfTensors) {
                          "q bf16[6, 3, 24]: strides must not be negative");
   expect_forward_refused([](Forward& a) { a.out.stride[0] = 0; },
                          "out bf16[6, 3, 16]: elements of an output must not overlap");
+  expect_forward_refused(
+      [](Forward& a) { a.out.data = a.kv.data; },
+      "out overlaps kv: outputs and workspace must not share memory with another argument");
 }
 
 TEST(Refusals, OfSizes) {
@@ -367,11 +322,13 @@ TEST(Refusals, OfBackends) {
     EXPECT_EQ(why_not(work.args, on(backend)), reason);
   }
 
-  // This address must not be accessed: the reference backend cannot reach the device and says so.
+  // These addresses must not be accessed: the reference backend cannot reach the device and says
+  // so.
   expect_forward_refused(
       [](Forward& a) {
+        std::uintptr_t address = 0;
         for (Tensor* tensor : {&a.q, &a.kv, &a.indices, &a.out, &a.lse, &a.max_logits}) {
-          tensor->data = reinterpret_cast<void*>(std::uintptr_t{0x1000});
+          tensor->data = reinterpret_cast<void*>(address += 0x10000);
           tensor->device = kCuda;
         }
       },

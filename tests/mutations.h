@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "tests/call_maker.h"
+#include "tests/callers_memory.h"
+#include "tests/placements.h"
 
 namespace winnow::tests {
 
@@ -20,15 +22,21 @@ struct Mutation {
 
 class Mutator {
  public:
-  /// `workspace` is valid memory on the device of the call.
-  Mutator(std::uint64_t seed, Call& call, Execution& execution, const Buffer& workspace)
-      : random_(seed, "mutation"), call_(call), execution_(execution), workspace_(workspace) {}
+  /// `workspace` is valid memory on the device of the call, `allocated` that of its allocator.
+  Mutator(std::uint64_t seed, Call& call, Execution& execution, const Buffer& workspace,
+          CallersMemory& allocated)
+      : random_(seed, "mutation"),
+        call_(call),
+        execution_(execution),
+        workspace_(workspace),
+        allocated_(allocated) {}
 
   Mutation apply() {
-    const std::int64_t kind = below(20);
-    if (kind < 11) return spoil_tensor();
-    if (kind < 14) return spoil_contents();
-    if (kind < 17) return spoil_number();
+    const std::int64_t kind = below(24);
+    if (kind < 12) return spoil_tensor();
+    if (kind < 15) return spoil_contents();
+    if (kind < 18) return spoil_number();
+    if (kind < 21) return place_tensor();
     return spoil_execution();
   }
 
@@ -71,7 +79,8 @@ class Mutator {
   Mutation spoil_tensor() {
     Argument& argument = call_.arguments[below(static_cast<std::int64_t>(call_.arguments.size()))];
     Tensor& tensor = *argument.tensor;
-    if (!tensor) return {fmt::format("{} stays absent", argument.name), {argument.name}};
+    if (!tensor || argument.is_placed)
+      return {fmt::format("{} stays as it is", argument.name), {argument.name}};
     Mutation mutation{fmt::format("{}: ", argument.name), words_for(argument.name)};
     const std::int32_t rank = std::clamp(tensor.rank, 0, 4);
     const std::int64_t dims = std::max(rank, 1);
@@ -129,22 +138,66 @@ class Mutator {
     return mutation;
   }
 
-  /// Mutates one entry of an i32 input.
+  /// Places a tensor among or over another one, or with gaps between its rows.
+  Mutation place_tensor() {
+    std::vector<Argument*> plain;
+    for (Argument& argument : call_.arguments)
+      if (is_plain(argument)) plain.push_back(&argument);
+    if (plain.empty()) return spoil_number();
+    const auto count = static_cast<std::int64_t>(plain.size());
+    Argument& a = *plain[below(count)];
+    Argument& b = *plain[below(count)];
+    const auto inner = [&](const Argument& argument, std::int64_t least) {
+      return static_cast<int>(least + below(argument.tensor->rank - least));
+    };
+    std::vector<std::string> names = words_for(a.name);
+    for (const std::string& word : words_for(b.name)) names.push_back(word);
+    if (&a != &b && below(2) == 0) {
+      // Where an output has a part in it, the call must be refused, whatever the types. Inputs of
+      // one type may share memory, but numbers of other tensors could make sums inexact.
+      const bool has_output = a.is_output || b.is_output;
+      const std::int64_t offset = has_output ? 8 * below(4) : 0;
+      if ((has_output || (a.tensor->dtype == b.tensor->dtype &&
+                          a.memory.tensor().shape[0] <= b.memory.tensor().shape[0])) &&
+          put_over(a, b, offset))
+        return {fmt::format("{} over {} + {}", a.name, b.name, offset), names};
+    }
+    if (b.tensor->rank < 2) return {fmt::format("{} stays as it is", b.name), names};
+    const int b_inner = inner(b, 1);
+    if (&a != &b && put_between(a, inner(a, 0), b, b_inner))
+      return {fmt::format("{} between rows of {}", a.name, b.name), names};
+    spread_rows(b, b_inner);
+    return {fmt::format("{} with gaps", b.name), names};
+  }
+
+  /// Mutates one entry or all entries of an i32 input.
   Mutation spoil_contents() {
     std::vector<Argument*> candidates;
     for (Argument& argument : call_.arguments)
       if (*argument.tensor && argument.tensor->dtype == DType::i32 && !argument.is_output &&
-          argument.memory.tensor().rank > 0 && argument.memory.tensor().shape[0] > 1)
+          !argument.is_placed && argument.memory.tensor().rank > 0 &&
+          argument.memory.tensor().shape[0] > 1)
         candidates.push_back(&argument);
     if (candidates.empty()) return spoil_number();
     Argument& argument = *candidates[below(static_cast<std::int64_t>(candidates.size()))];
     Ints words = argument.memory.download_ints();
-    // The second half of the memory is unused.
-    std::int32_t& entry = words[below(static_cast<std::int64_t>(words.size()) / 2)];
-    entry = one_of({-1, -2, kMinInt32, kMaxInt32, 0, 1, 100, std::max(entry, -9) - 1,
-                    std::min(entry, 99) + 1});
+    const auto hostile = [&](std::int32_t entry) {
+      return one_of({-1, -2, kMinInt32, kMaxInt32, 0, 1, 100, std::max(entry, -9) - 1,
+                     std::min(entry, 99) + 1});
+    };
+    const std::size_t count = words.size() / 2;  // the second half of the memory is unused
+    std::string what;
+    if (below(4) == 0) {
+      std::transform(words.begin(), words.begin() + count, words.begin(), hostile);
+      what = fmt::format("{} holds {}", argument.name,
+                         fmt::join(words.begin(), words.begin() + count, " "));
+    } else {
+      std::int32_t& entry = words[below(static_cast<std::int64_t>(count))];
+      entry = hostile(entry);
+      what = fmt::format("{} holds {}", argument.name, entry);
+    }
     argument.memory.upload(words);
-    return {fmt::format("{} holds {}", argument.name, entry), words_for(argument.name)};
+    return {what, words_for(argument.name)};
   }
 
   Mutation spoil_number() {
@@ -157,7 +210,7 @@ class Mutator {
 
   Mutation spoil_execution() {
     auto* const memory = static_cast<std::byte*>(workspace_.tensor().data);
-    switch (below(8)) {
+    switch (below(12)) {
       case 0:
         execution_.threads = one_of({-1, kMinInt32, 1025, kMaxInt32, 1, 3, 1024});
         return {fmt::format("threads {}", execution_.threads), {"threads"}};
@@ -181,7 +234,33 @@ class Mutator {
         execution_.workspace = memory;
         execution_.workspace_bytes = static_cast<std::size_t>(workspace_.tensor().shape[0]) * 4;
         return {"workspace ample", {"workspace"}};
-      case 6:
+      case 6: {  // at the end of the memory, so that a byte behind it is a canary
+        const std::size_t needed = workspace_bytes();
+        const auto missing = std::min(static_cast<std::size_t>(below(2)), needed);
+        const std::size_t all = static_cast<std::size_t>(workspace_.tensor().shape[0]) * 4;
+        const std::size_t first = (all - needed) / 16 * 16;
+        execution_.workspace = memory + first;
+        execution_.workspace_bytes = needed - missing;
+        return {fmt::format("workspace of {} bytes, {} too few", needed, missing), {"workspace"}};
+      }
+      case 7:
+        if (!is_plain(call_.arguments[0])) return spoil_number();
+        call_.arguments[0].is_placed = true;  // or it might not be there any more
+        execution_.workspace = call_.arguments[0].begin();
+        execution_.workspace_bytes = one_of({std::size_t{16}, std::size_t{1} << 16});
+        return {"workspace over the first argument", {"workspace"}};
+      case 8:
+      case 9:
+        execution_.workspace = nullptr;
+        execution_.workspace_bytes = 0;
+        execution_.allocate = CallersMemory::allocate;
+        execution_.allocate_context = &allocated_;
+        allocated_.exhausted = below(4) == 0;
+        allocated_.shift = below(4) == 0 ? 8 : 0;
+        return {fmt::format("allocator, {}, {} bytes on",
+                            allocated_.exhausted ? "exhausted" : "with memory", allocated_.shift),
+                {"allocate"}};
+      case 10:
         execution_.kernel = one_of({"", "loops", "simd", "general", "fast"});
         return {fmt::format("kernel '{}'", execution_.kernel), {"kernel"}};
       default:
@@ -192,11 +271,22 @@ class Mutator {
     }
   }
 
+  /// What the call asks for; 0 if it is refused, or if that is more than there is.
+  std::size_t workspace_bytes() const {
+    try {
+      const std::size_t bytes = call_.workspace_bytes(execution_);
+      return bytes < workspace_.bytes() / 2 ? bytes : 0;
+    } catch (const Error&) {
+      return 0;
+    }
+  }
+
   Random random_;
   std::int64_t draw_ = 0;
   Call& call_;
   Execution& execution_;
   const Buffer& workspace_;
+  CallersMemory& allocated_;
 };
 
 }  // namespace winnow::tests

@@ -17,6 +17,7 @@
 #include "harness/families.h"
 #include "harness/kernel_choice.h"
 #include "tests/call_bits.h"
+#include "tests/callers_memory.h"
 #include "tests/random_calls.h"
 #include "tests/testing.h"
 
@@ -236,32 +237,10 @@ TEST(Explain, TheChoiceDoesNotDependOnTheNumbersOfRows) {
 
 // ---- The allocator.
 
-/// Memory of one device, as a caller's allocator gives it.
-struct Memory {
-  Device device;
-  std::size_t shift = 0;  // bytes between the memory and what is given
-  bool exhausted = false;
-  std::vector<std::size_t> asked{};
-  std::vector<Buffer> given{};
-
-  static void* allocate(void* context, std::size_t bytes) {
-    auto& memory = *static_cast<Memory*>(context);
-    memory.asked.push_back(bytes);
-    if (memory.exhausted) return nullptr;
-    const auto words = static_cast<std::int64_t>((bytes + memory.shift + 3) / 4);
-    Buffer& buffer = memory.given.emplace_back(memory.device, DType::i32, Shape{words});
-    return static_cast<std::byte*>(buffer.tensor().data) + memory.shift;
-  }
-  bool canaries_intact() const {
-    return std::all_of(given.begin(), given.end(),
-                       [](const Buffer& buffer) { return buffer.canaries_intact(); });
-  }
-};
-
-Execution from(Memory& memory, Backend backend) {
+Execution from(CallersMemory& memory, Backend backend) {
   return {.backend = backend,
           .deterministic = true,
-          .allocate = Memory::allocate,
+          .allocate = CallersMemory::allocate,
           .allocate_context = &memory};
 }
 
@@ -277,7 +256,7 @@ TEST(Allocator, IsAskedOnceForExactlyTheWorkspaceOfTheCall) {
       const Execution without{.backend = backend, .deterministic = true};
       if (!call.why_not(without).empty()) return;
       const std::size_t bytes = call.workspace_bytes(without);
-      Memory memory{.device = harness::device_of(backend)};
+      CallersMemory memory{.device = harness::device_of(backend)};
       const Execution execution = from(memory, backend);
       EXPECT_EQ(call.workspace_bytes(execution), bytes);
       EXPECT_EQ(memory.asked.size(), 0) << "asking for the size takes nothing";
@@ -296,7 +275,7 @@ TEST(Allocator, IsAskedOnceForExactlyTheWorkspaceOfTheCall) {
 TEST(Allocator, WithoutMemoryIsAnErrorAndNothingIsWritten) {
   on_each_backend([](Backend backend) {
     on_each_call(harness::device_of(backend), [&](Call& call, const auto&) {
-      Memory memory{.device = harness::device_of(backend), .exhausted = true};
+      CallersMemory memory{.device = harness::device_of(backend), .exhausted = true};
       const Execution execution = from(memory, backend);
       if (!call.why_not(execution).empty()) return;
       const std::size_t bytes = call.workspace_bytes(execution);
@@ -313,7 +292,7 @@ TEST(Allocator, WithoutMemoryIsAnErrorAndNothingIsWritten) {
 TEST(Allocator, MustGiveAlignedMemory) {
   on_each_backend([](Backend backend) {
     on_each_call(harness::device_of(backend), [&](Call& call, const auto&) {
-      Memory memory{.device = harness::device_of(backend), .shift = 8};
+      CallersMemory memory{.device = harness::device_of(backend), .shift = 8};
       const Execution execution = from(memory, backend);
       if (!call.why_not(execution).empty() || call.workspace_bytes(execution) == 0) return;
       const Bits before = output_bits(call);
@@ -328,7 +307,7 @@ TEST(Allocator, MustGiveAlignedMemory) {
 TEST(Allocator, IsNotAskedWhereAWorkspaceIsGiven) {
   on_each_backend([](Backend backend) {
     on_each_call(harness::device_of(backend), [&](Call& call, const auto&) {
-      Memory memory{.device = harness::device_of(backend)};
+      CallersMemory memory{.device = harness::device_of(backend)};
       Execution execution = from(memory, backend);
       if (!call.why_not(execution).empty()) return;
       const Bits expected = bits_of_run(call, execution);

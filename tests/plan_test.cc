@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The formulas of `winnow plan`, against layers that are computed over ranks.
 #include <algorithm>
+#include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <string>
@@ -10,6 +12,7 @@
 #include "harness/index_topk.h"
 #include "harness/local_communicator.h"
 #include "harness/rank_step.h"
+#include "tests/far_memory.h"
 #include "tests/rank_layer.h"
 #include "tests/testing.h"
 #include "tools/plan/step_plan.h"
@@ -262,11 +265,14 @@ TEST(Plan, MemoryOfAStepAddsUpOverLayers) {
 TEST(Plan, WorkspaceIsNoMoreThanPlanned) {
   const plan::StepPlan step = plan_step(request("glm-5.2", 131072, 64));
   const plan::PlannedLayer& layer = step.layers[0];
+  std::deque<FarMemory> memory;  // zeros: the contents of windows are read
   const auto of = [&](std::string_view name) {
-    static std::vector<std::byte> zeros(1 << 20);  // the contents of windows are read
     const auto found = std::find_if(layer.plan.tensors.begin(), layer.plan.tensors.end(),
                                     [&](const auto& each) { return each.name == name; });
-    Tensor tensor{.data = zeros.data(), .dtype = found->dtype, .device = {}};
+    const std::int64_t bytes = elements(found->shape) * element_bytes(found->dtype);
+    Tensor tensor{.data = memory.emplace_back(Device(), static_cast<std::size_t>(bytes)).data(),
+                  .dtype = found->dtype,
+                  .device = {}};
     tensor.rank = static_cast<std::int32_t>(found->shape.size());
     std::int64_t stride = 1;
     for (std::int32_t i = tensor.rank - 1; i >= 0; --i) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // sparse_attention forward: valid and invalid indices, the sink, independence of rows.
 #include <cmath>
+#include <cstdint>
+#include <limits>
 #include <numeric>
 
 #include "tests/attention_calls.h"
@@ -331,6 +333,16 @@ TEST(SparseAttention, SlicesOfABatchMayBeAlignedUnlikeTheFirst) {
     work.args.kv.stride[0] = stride;
     sparse_attention_forward(work.args, on(backend));
     expect_close(batch, work.outputs(), plain_attention(batch));
+  });
+}
+
+// torch calls a tensor without elements contiguous whatever its strides are.
+TEST(SparseAttention, ABatchWithoutRowsMayHaveAnyStride) {
+  on_each_backend([](Backend backend) {
+    const Attention empty = filled(Attention{.batch = 2, .tokens = 0}, 24);
+    AttentionForwardWork work(empty, harness::device_of(backend));
+    work.args.q.stride[0] = work.args.out.stride[0] = std::numeric_limits<std::int64_t>::max();
+    EXPECT_EQ(refusal_of([&] { sparse_attention_forward(work.args, on(backend)); }), "");
   });
 }
 

@@ -258,5 +258,27 @@ TEST(WindowIndices, SeeThePoolsThatKeyWindowsGives) {
   });
 }
 
+// To look through the documents for every row would take longer than a test may.
+TEST(WindowIndices, OfAMillionDocumentsInDescendingOrderAreChecked) {
+  constexpr std::int32_t kDocuments = 1'000'000;
+  Ints offsets, rows;
+  for (std::int32_t i = 0; i <= kDocuments; ++i) offsets.push_back(i);
+  for (std::int32_t i = kDocuments; i > 0; --i) rows.push_back(i - 1);
+  const Buffer cu_seqlens = ints({}, {kDocuments + 1}, offsets);
+  const Buffer query_rows = ints({}, {kDocuments}, rows);
+  const Buffer indices({}, DType::i32, {kDocuments, 1});
+  const Buffer lengths({}, DType::i32, {kDocuments});
+  const WindowIndices args{.cu_seqlens = cu_seqlens.tensor(),
+                           .query_rows = query_rows.tensor(),
+                           .window = 3,
+                           .indices = indices.tensor(),
+                           .lengths = lengths.tensor()};
+  EXPECT_EQ(why_not(args, on(Backend::reference)), "");
+  EXPECT_EQ(why_not(args, on(Backend::cpu)), "");
+  window_indices(args, on(Backend::cpu));
+  EXPECT_EQ(indices.download_ints(), rows);
+  EXPECT_EQ(lengths.download_ints(), Ints(kDocuments, 1));
+}
+
 }  // namespace
 }  // namespace winnow::tests

@@ -37,7 +37,8 @@ struct Operator {
 };
 
 // All of these except kernels throw Error(invalid_argument) for a call that is invalid on every
-// backend.
+// backend. No operator works in place: a call in which an output or the given workspace shares
+// memory with another argument is invalid. Inputs may share memory, and views may interleave.
 
 /// Runs the operator, like the function of its name.
 template <Arguments Args>

@@ -9,6 +9,7 @@
 
 namespace winnow {
 
+/// No output may share memory with another tensor of its call; inputs may share theirs.
 enum class FieldRole : std::int32_t { input, output, option };
 
 template <class Args, class Value>

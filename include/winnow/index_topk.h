@@ -18,7 +18,8 @@ enum class SlotOrder : std::int32_t {
 /// The topk largest scores of a row are selected. Ties (+0 and -0 are equal) go to the smaller key
 /// row; NaN and -inf are never selected. Valid slots come first; after them indices are -1 and
 /// scores -inf. With `replay`, indices (and lengths, if present) are read and only scores are
-/// written: -inf for a slot past lengths or whose index is not in the window.
+/// written: -inf for a slot past lengths or whose index is not in the window. They are inputs then,
+/// which may share memory with others.
 struct IndexTopkForward {
   Tensor q{};        // [tokens, index_heads, index_dim]  bf16 | f16 | f32 | f8_e4m3 | f64
   Tensor k{};        // [keys, index_dim]                 as q; f64: reference only

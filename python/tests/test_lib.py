@@ -170,6 +170,15 @@ def test_automatic_takes_a_backend_that_can():
     assert call["loss"].isfinite().all()
 
 
+def test_an_output_over_an_input_is_refused_by_name():
+    call = loss_call(Random(4))
+    call["d_scores"] = call["target"]
+    with pytest.raises(ValueError, match="index_loss: d_scores overlaps target: "):
+        _lib.run("index_loss", native.REFERENCE, **call)
+    call["d_scores"], call["scores"] = torch.zeros(3, 8, dtype=f64).split(4, dim=1)
+    _lib.run("index_loss", native.REFERENCE, **call)
+
+
 def test_a_workspace_that_is_too_small_is_refused_with_both_sizes():
     call = attention_call(Random(8))
     size = _lib.workspace_bytes("sparse_attention_backward", native.REFERENCE, **call)

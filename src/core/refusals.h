@@ -20,6 +20,8 @@ inline constexpr char misaligned[] = "data must be aligned to {} bytes";
 inline constexpr char inner_stride[] = "the last stride must be 1";
 inline constexpr char negative_stride[] = "strides must not be negative";
 inline constexpr char overlap[] = "elements of an output must not overlap";
+inline constexpr char shared_memory[] =
+    "outputs and workspace must not share memory with another argument";
 inline constexpr char dim_differs[] = "{} must be {}, as in {}";
 inline constexpr char dim_at_least[] = "{} must be at least {}";
 inline constexpr char dim_at_most[] = "{} must be at most {}";
@@ -99,7 +101,7 @@ inline constexpr char no_workspace[] = "cannot allocate a workspace of {} bytes"
 inline constexpr char no_host_memory[] = "out of host memory";
 
 /// Those that a call can get on every machine, whatever memory it has.
-inline constexpr std::array<const char*, 45> all = {absent,
+inline constexpr std::array<const char*, 46> all = {absent,
                                                     rank,
                                                     rank_of_x,
                                                     dtype,
@@ -112,6 +114,7 @@ inline constexpr std::array<const char*, 45> all = {absent,
                                                     inner_stride,
                                                     negative_stride,
                                                     overlap,
+                                                    shared_memory,
                                                     dim_differs,
                                                     dim_at_least,
                                                     dim_at_most,

@@ -40,7 +40,9 @@ class View {
 inline Tensor slice(Tensor tensor, std::int64_t index) {
   if (!tensor) return tensor;
   assert(tensor.rank >= 1);
-  if (tensor.data != nullptr) {
+  bool has_elements = true;
+  for (int i = 0; i < tensor.rank; ++i) has_elements = has_elements && tensor.shape[i] > 0;
+  if (has_elements) {  // else the strides may be anything
     tensor.data =
         static_cast<char*>(tensor.data) + index * tensor.stride[0] * element_bytes(tensor.dtype);
   }

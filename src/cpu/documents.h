@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Locates a row within its packed document by binary search.
+// Locates a row within its packed document.
 #pragma once
 
 #include <cstdint>
 #include <span>
 
+#include "core/documents.h"
 #include "core/threads.h"
 #include "core/view.h"
 
@@ -46,11 +47,7 @@ class Documents {
 
   RowPlace place(std::int64_t row) const {
     if (row < 0 || row >= padded_(count_)) return {};
-    std::int64_t i = 0;  // becomes the last document that begins at or before the row
-    for (std::int64_t end = count_; end - i > 1;) {
-      const std::int64_t middle = i + (end - i) / 2;
-      (padded_(middle) <= row ? i : end) = middle;
-    }
+    const std::int64_t i = document_of(row, padded_, count_);
     return {true, padded_(i), real_(i + 1) - real_(i), row - padded_(i), pool_begins_[i]};
   }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 
 #include <fmt/ranges.h>
 
@@ -18,6 +19,13 @@ constexpr std::int32_t kMaxThreads = 1024;
 void check_alignment(const Check& check, const char* argument, const void* memory) {
   if (reinterpret_cast<std::uintptr_t>(memory) % kWorkspaceAlignment == 0) return;
   check.fail(argument, fmt::to_string(memory), refusal::misaligned, kWorkspaceAlignment);
+}
+
+/// The caller's workspace as a tensor of one byte an element.
+Tensor as_bytes(const Execution& execution) {
+  constexpr std::size_t kMost = std::numeric_limits<std::int64_t>::max();
+  return tensor(execution.workspace, DType::f8_e4m3,
+                {static_cast<std::int64_t>(std::min(execution.workspace_bytes, kMost))});
 }
 
 }  // namespace
@@ -132,6 +140,27 @@ void check_execution(std::string_view op, const Execution& execution) {
     check.fail("workspace", "null", refusal::workspace_null);
   }
   check_alignment(check, "workspace", execution.workspace);
+}
+
+void check_overlaps(std::string_view op, std::span<const NamedTensor> tensors,
+                    const Execution& execution) {
+  const auto refuse = [&](const char* name, const char* other) {
+    Check(op).fail(name, fmt::format("overlaps {}", other), refusal::shared_memory);
+  };
+  for (const NamedTensor& output : tensors) {
+    if (!output.is_written) continue;
+    for (const NamedTensor& other : tensors) {
+      // Two outputs are compared once.
+      if (&other == &output || (other.is_written && &other < &output)) continue;
+      if (meet(output.hull, other.hull) && share_memory(*output.tensor, *other.tensor))
+        refuse(output.name, other.name);
+    }
+  }
+  const Hull workspace = {reinterpret_cast<std::uintptr_t>(execution.workspace),
+                          execution.workspace_bytes};
+  for (const NamedTensor& other : tensors)
+    if (meet(workspace, other.hull) && share_memory(as_bytes(execution), *other.tensor))
+      refuse("workspace", other.name);
 }
 
 Execution with_workspace(std::string_view op, const Execution& execution, std::size_t bytes) {

@@ -7,9 +7,13 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <span>
 #include <string>
 #include <string_view>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include <fmt/format.h>
@@ -17,6 +21,8 @@
 #include "backend.h"
 #include "core/check.h"
 #include "core/memory_errors.h"
+#include "core/overlap.h"
+#include "winnow/operators.h"
 
 namespace winnow {
 
@@ -37,7 +43,44 @@ Args slice_of(const Args& args, std::int64_t) {
   return args;
 }
 
+/// Whether the call writes to a tensor. An operator overloads it if an option decides that.
+template <class Args>
+bool is_written(const Args&, const Field<Args, Tensor>& field) {
+  return field.role == FieldRole::output;
+}
+
+/// A tensor of a call, which may be absent.
+struct NamedTensor {
+  const char* name;
+  const Tensor* tensor;
+  bool is_written;
+  Hull hull;
+};
+
 void check_execution(std::string_view op, const Execution& execution);
+
+/// Throws if an output or the caller's workspace shares memory with another argument. Inputs may
+/// share theirs. The tensors are legal and on one device.
+void check_overlaps(std::string_view op, std::span<const NamedTensor> tensors,
+                    const Execution& execution);
+
+/// The tensors of a call, in the order of its fields.
+template <class Args>
+auto tensors_of(const Args& args) {
+  constexpr std::size_t kCount = std::apply(
+      []<class... Value>(const Field<Args, Value>&...) {
+        return (std::size_t{std::is_same_v<Value, Tensor>} + ...);
+      },
+      Args::fields());
+  std::array<NamedTensor, kCount> tensors;
+  auto next = tensors.begin();
+  for_each_field<Args>([&]<class Value>(const Field<Args, Value>& field) {
+    if constexpr (std::is_same_v<Value, Tensor>)
+      *next++ = {field.name, &(args.*field.member), is_written(args, field),
+                 hull_of(args.*field.member)};
+  });
+  return tensors;
+}
 
 /// The backends that may be taken, best first.
 std::span<const Backend> backends_to_try(Backend asked);
@@ -63,6 +106,7 @@ class Call {
   Call(const Args& args, const Execution& execution)
       : call_(checked(args)), first_slice_(slice_of(call_.args, 0)), execution_(execution) {
     check_execution(Args::kOperator, execution);
+    check_overlaps(Args::kOperator, tensors_of(call_.args), execution);
     if (execution.kernel != nullptr) check_kernel();
   }
 

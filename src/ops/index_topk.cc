@@ -71,6 +71,11 @@ Checked<IndexTopkBackward> checked(const IndexTopkBackward& args) {
   return {args, check.device()};
 }
 
+bool is_written(const IndexTopkForward& args, const Field<IndexTopkForward, Tensor>& field) {
+  if (args.replay) return field.member == &IndexTopkForward::scores;
+  return field.role == FieldRole::output;
+}
+
 template struct Operator<IndexTopkForward>;
 template struct Operator<IndexTopkBackward>;
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/documents.h"
 #include "core/view.h"
 #include "ops/contents.h"
 #include "ops/dispatch.h"
@@ -21,15 +22,10 @@ std::int64_t longest_list(const WindowIndices& args) {
   const View<const std::int32_t, 1> query_rows(args.query_rows);
   const std::int64_t documents = args.cu_seqlens.shape[0] - 1;
   std::int64_t longest = 0;
-  std::int64_t document = 0;
   for (std::int64_t t = 0; t < args.indices.shape[0]; ++t) {
     const std::int64_t row = query_rows ? query_rows(t) : t;
-    if (row < padded(document)) document = 0;  // query rows need not ascend
-    while (document < documents && row >= padded(document + 1)) ++document;
-    if (row < 0 || document == documents) {
-      document = 0;
-      continue;
-    }
+    if (row < 0 || row >= padded(documents)) continue;
+    const std::int64_t document = document_of(row, padded, documents);
     const std::int64_t seen = row - padded(document) + 1;
     if (seen > real(document + 1) - real(document)) continue;  // a padding row
     const std::int64_t pools = args.ratio > 0 ? seen / args.ratio : 0;

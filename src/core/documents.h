@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// document_of: the packed document to which a row belongs.
+#pragma once
+
+#include <cstdint>
+
+#include "core/view.h"
+
+namespace winnow {
+
+/// The last of `documents` that begins at or before the row, by binary search, since rows come in
+/// any order. `begins` are the offsets of the documents and their end, and the row is below that.
+inline std::int64_t document_of(std::int64_t row, const View<const std::int32_t, 1>& begins,
+                                std::int64_t documents) {
+  std::int64_t document = 0;
+  for (std::int64_t end = documents; end - document > 1;) {
+    const std::int64_t middle = document + (end - document) / 2;
+    (begins(middle) <= row ? document : end) = middle;
+  }
+  return document;
+}
+
+}  // namespace winnow
