@@ -207,7 +207,7 @@ __device__ void mark(RowStorage<kEach>& shared, const Row& row, float least, std
   }
   if (warp < 2) {
     const std::uint32_t block = warp == 0 ? 0 : last;
-    const std::uint32_t place = (first + threadIdx.x) * kBlockKeys + lane * 4;
+    const std::uint32_t place = (first + block) * kBlockKeys + lane * 4;
     const float4 four = place < row.count() ? row.four_scores(place) : float4{};
     set(block, row.in_window(four, place));
   }
