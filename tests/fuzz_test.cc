@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <string_view>
 
@@ -265,6 +266,9 @@ TEST(Refusals, OfLists) {
   refused("key_offset 7: must be at least 8, as there are rows");
   args.key_offset = kMaxInt32;
   refused("key_offset 2147483647: must be at most 2147483645");
+  args.indices.shape[0] = args.lengths.shape[0] = args.pool_ids.shape[0] = 0;
+  args.pool_ids.shape[1] = std::numeric_limits<std::int64_t>::max();
+  refused("pool_ids i32[0, 9223372036854775807]: pool_topk must be at most 2147483647");
   expect_refused([] { quantize_fp8({}); }, "quantize_fp8: x absent: must be given");
   expect_refused([&] { quantize_fp8({.x = lengths.tensor(), .values = {}, .scale = {}}); },
                  "quantize_fp8: x i32[8]: must have 2 or 3 dimensions");

@@ -153,13 +153,13 @@ class Mutator {
     std::vector<std::string> names = words_for(a.name);
     for (const std::string& word : words_for(b.name)) names.push_back(word);
     if (&a != &b && below(2) == 0) {
-      // Where an output has a part in it, the call must be refused, whatever the types. Inputs of
-      // one type may share memory, but numbers of other tensors could make sums inexact.
+      // With an output the call must be refused, whatever the types, unless they lie behind each
+      // other. Inputs of one type may share their values; others would make sums inexact.
       const bool has_output = a.is_output || b.is_output;
       const std::int64_t offset = has_output ? 8 * below(4) : 0;
       if ((has_output || (a.tensor->dtype == b.tensor->dtype &&
                           a.memory.tensor().shape[0] <= b.memory.tensor().shape[0])) &&
-          put_over(a, b, offset))
+          put_over(a, b, offset, has_output))
         return {fmt::format("{} over {} + {}", a.name, b.name, offset), names};
     }
     if (b.tensor->rank < 2) return {fmt::format("{} stays as it is", b.name), names};

@@ -103,12 +103,17 @@ inline bool put_between(Argument& guest, int guest_inner, Argument& host, int ho
   return true;
 }
 
-/// Puts a plain tensor over another one, `offset` bytes behind its begin. False, and nothing is
-/// done, if the memory there is too small.
-inline bool put_over(Argument& guest, const Argument& host, std::int64_t offset) {
+/// Puts a plain tensor over another one, `offset` bytes behind its begin, alone or with its values.
+/// False, and nothing is done, if the memory there is too small.
+inline bool put_over(Argument& guest, Argument& host, std::int64_t offset, bool with_values) {
   Tensor& tensor = *guest.tensor;
   const std::int64_t bytes = elements_of(tensor, 0, tensor.rank) * element_bytes(tensor.dtype);
   if (offset + bytes > host.memory.tensor().shape[0] * 4) return false;
+  if (with_values) {
+    Bytes both = bytes_of(host.memory);
+    copy_rows(bytes_of(guest.memory), 1, bytes, both, offset, 0);
+    upload(host.memory, both);
+  }
   tensor.data = host.begin() + offset;
   guest.is_placed = true;
   guest.within = &host;

@@ -46,8 +46,10 @@ struct RowProductsPlan {
 
 /// The tensor without the rows before `row`.
 inline Tensor from_row(Tensor tensor, std::int64_t row) {
-  tensor.data =
-      static_cast<char*>(tensor.data) + row * tensor.stride[0] * element_bytes(tensor.dtype);
+  if (row < tensor.shape[0]) {  // else the stride may be anything
+    tensor.data =
+        static_cast<char*>(tensor.data) + row * tensor.stride[0] * element_bytes(tensor.dtype);
+  }
   tensor.shape[0] -= row;
   return tensor;
 }
