@@ -7,11 +7,11 @@
 //               over the row marks the keys that reach it, one bit each; they are the candidates.
 //               Where many keys have exactly that score, only the first of these are.
 // clang-format on
-// The sample has one or two of each 32 keys, whatever the scores, so that neighbours which are
-// alike do not mislead. Where scores are too close to each other for the first method, the bound of
-// the candidates is found by histograms in shared memory. Histograms of the whole row find it with
-// more slots than that method has room for, and where the guess leaves fewer candidates than slots
-// or too many, which is a matter of chance and rare.
+// The sample is spread over the row, so that neighbours which are alike do not mislead. Where
+// scores are too close to each other for the first method, the bound of the candidates is found by
+// histograms in shared memory. Histograms of the whole row find it with more slots than that method
+// has room for, and where two guesses leave fewer candidates than slots or too many, which is a
+// matter of chance and rare.
 #pragma once
 
 #include <cfloat>
@@ -27,6 +27,7 @@ inline constexpr int kBlockKeys = 32 * 4;  // that a warp reads together, four n
 // Blocks of keys whose marks are in shared memory at a time. They are few enough that the scores of
 // all rows in flight are still in L2 when the marked ones are read again.
 inline constexpr int kMarkedBlocks = 128;
+
 /// The shared memory of a block that selects from one row.
 template <int kEach>
 struct RowStorage {
