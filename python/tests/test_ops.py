@@ -102,10 +102,10 @@ def calls(x: Inputs) -> dict[str, list[tuple]]:
     return result
 
 
-def every_call(dtype: torch.dtype) -> list:
+def every_call(dtype: torch.dtype, marks: tuple = ()) -> list:
     made = calls(Inputs(dtype))
     return [
-        pytest.param(name, args, id=f"{name}-{i}")
+        pytest.param(name, args, id=f"{name}-{i}", marks=marks)
         for name, examples in made.items()
         for i, args in enumerate(examples)
     ]
@@ -116,7 +116,9 @@ def test_every_operator_is_in_these_tests():
     assert {op for op, _ in ops._calls.values()} == set(_lib.operators)
 
 
-@pytest.mark.parametrize(("name", "args"), every_call(bf16))
+@pytest.mark.parametrize(
+    ("name", "args"), every_call(bf16) + every_call(f64, marks=(pytest.mark.slow,))
+)
 def test_opcheck(name, args):
     operator = getattr(torch.ops.winnow, name).default
     if args[0].dtype == f8:  # test_schema multiplies tensors, which torch does not support for fp8
