@@ -19,6 +19,7 @@
 #include "tests/call_bits.h"
 #include "tests/callers_memory.h"
 #include "tests/random_calls.h"
+#include "tests/sanitized.h"
 #include "tests/testing.h"
 
 namespace winnow::tests {
@@ -222,14 +223,17 @@ void expect_same_choices(const harness::Calls& few, const harness::Calls& many) 
 
 TEST(Explain, TheChoiceDoesNotDependOnTheNumbersOfRows) {
   constexpr std::uint64_t kSeed = 1;
+  constexpr std::int64_t kMany = kSanitized ? 4 : 40;
   on_each_backend([](Backend backend) {
+    // The choice walks over all backends of a device, and two have the host's.
+    if (backend == Backend::reference) return;
     const Device device = harness::device_of(backend);
     for (const harness::Case& c : harness::cases()) {
       for (const std::string_view op : harness::ops()) {
         if (!harness::missing(op, c).empty()) continue;
         SCOPED_TRACE(fmt::format("{}, {}", op, c.name));
         expect_same_choices(harness::calls_of(op, with_rows(c, 1, 300), device, kSeed),
-                            harness::calls_of(op, with_rows(c, 40, 500), device, kSeed));
+                            harness::calls_of(op, with_rows(c, kMany, 500), device, kSeed));
       }
     }
   });
