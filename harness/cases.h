@@ -19,6 +19,24 @@ enum class Slots : std::int32_t {
   with_repeats  // a key may stand more than once in a row
 };
 
+/// What the scores of the indexer look like along a row.
+enum class ScorePattern : std::int32_t {
+  independent,
+  smooth10,    // neighbouring keys are alike; a key forgets over 10 rows
+  smooth1000,  // or over 1000
+  recency,     // later keys score higher
+  reversed,    // earlier ones do
+  outliers,    // 64 keys score far above the others
+  ties,        // there are 64 different keys
+  blocks,      // parts of the row have scores of very different magnitudes
+  equal,       // all keys are the same
+  zero_weights,
+  half_nan,  // every other key is NaN
+  one_sign,
+  clusters,  // a third of the keys is almost the same, far above the others
+  last_bits  // scores differ in their last bits alone
+};
+
 /// A shape and a character. The defaults are a small latent attention over three packed documents;
 /// every awkward case changes what it is about and nothing else.
 struct Case {
@@ -51,8 +69,9 @@ struct Case {
   bool extreme_sinks = false;  // -inf, +inf and far above the scores
   bool extras = true;          // the optional max_logits and d_lse are there
   bool exact_scores = false;  // indexer inputs are small integers: sums are exact and ties are many
-  bool index_scores = true;   // index_topk returns scores too
-  bool nan_keys = false;      // some index keys that rows may see hold NaN
+  ScorePattern score_pattern = ScorePattern::independent;
+  bool index_scores = true;      // index_topk returns scores too
+  bool nan_keys = false;         // some index keys that rows may see hold NaN
   std::int64_t row_padding = 0;  // elements between the end of an innermost row and the next one
 
   bool full = false;  // a model's own size: only sampled rows are compared

@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
 
 #include <fmt/format.h>
 
 #include "harness/index_topk.h"
+#include "harness/score_pattern.h"
 #include "harness/trial.h"
 
 namespace winnow::harness {
@@ -94,6 +96,25 @@ std::string disorder(const Selected& row, std::span<const double> scores) {
   return {};
 }
 
+/// Keys that are the same have the same score, of which the smaller key is taken first. Returns
+/// what is wrong with that; empty if nothing is.
+std::string order_of_twins(const Case& c, const Selected& row) {
+  std::map<std::int64_t, std::int32_t> first_left;  // of each number that twins share
+  std::int32_t j = 0;
+  for (std::int32_t s = row.begin; s < row.end; ++s) {
+    const std::int64_t twin = twin_of(c, s);
+    const bool taken = j < row.length && row.indices[j] == s;
+    if (taken) ++j;
+    if (twin < 0) continue;
+    if (!taken) {
+      first_left.emplace(twin, s);
+    } else if (const auto left = first_left.find(twin); left != first_left.end()) {
+      return fmt::format("{} is taken, but not {}, which has the same score", s, left->second);
+    }
+  }
+  return {};
+}
+
 /// The best score left out above the worst one taken.
 double excess(const Selected& row, std::span<const double> scores) {
   double worst_taken = kInfinity;
@@ -112,9 +133,10 @@ double excess(const Selected& row, std::span<const double> scores) {
 
 /// Two scores may each be off by the limit: a key left out may beat one taken by twice as much, and
 /// wherever the gap at the boundary is wider than that the set must be the oracle's.
-Report judge_selection(std::string what, const IndexTopkWork& work, const Scores& scores,
-                       const Rows& rows, std::span<const std::int32_t> indices,
-                       std::span<const std::int32_t> lengths, const Limit& limit) {
+Report judge_selection(std::string what, const Case& c, const IndexTopkWork& work,
+                       const Scores& scores, const Rows& rows,
+                       std::span<const std::int32_t> indices, std::span<const std::int32_t> lengths,
+                       const Limit& limit) {
   Report report;
   report.what = std::move(what);
   report.limit = 2 * limit.value;
@@ -123,7 +145,8 @@ Report judge_selection(std::string what, const IndexTopkWork& work, const Scores
     const Selected row{indices.subspan(i * topk, topk), lengths[i], work.windows.begin[rows[i]],
                        work.windows.end[rows[i]]};
     const auto of_row = std::span(scores.of_key).subspan(i * scores.keys, scores.keys);
-    const std::string wrong = disorder(row, of_row);
+    std::string wrong = disorder(row, of_row);
+    if (wrong.empty()) wrong = order_of_twins(c, row);
     if (!wrong.empty()) {
       report.ok = false;
       report.note = fmt::format("row {}: {}", rows[i], wrong);
@@ -196,7 +219,7 @@ bool check_forward(Trial& trial, const Case& c, IndexTopkWork& work, const Index
   const std::vector<std::int32_t> lengths = trial.compared_ints(work.lengths);
   const std::vector<double> actual = trial.compared(work.scores);
   const Report selection =
-      judge_selection("selection" + form, work, scores, trial.rows(), indices, lengths, limit);
+      judge_selection("selection" + form, c, work, scores, trial.rows(), indices, lengths, limit);
   trial.add(selection);
   if (!selection.ok && !selection.note.empty()) return false;  // what follows would only repeat it
   trial.add(judge_scores(
@@ -256,7 +279,7 @@ std::vector<Report> check_index_topk(const Case& c, const Execution& execution,
     IndexTopkBackward replay = oracle.replay_backward;
     replay.d_k = oracle.d_k.tensor();
     // A NaN key that is replayed has no gradient that could be told.
-    if (!c.nan_keys)
+    if (!has_nan_keys(c))
       check_backward(trial, c, work, oracle, work.replay_backward, replay,
                      work.d_k_rounded.tensor() ? work.d_k_rounded : work.d_k, ", replayed");
   }

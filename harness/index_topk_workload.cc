@@ -7,13 +7,12 @@
 #include "harness/index_topk.h"
 #include "harness/numbers.h"
 #include "harness/random.h"
+#include "harness/score_pattern.h"
 
 namespace winnow::harness {
 namespace {
 
 constexpr double kFp8Factor = 64;  // puts normal numbers into the middle of e4m3's range
-
-bool holds_nan(const Case& c, std::int64_t key) { return c.nan_keys && key % 5 == 2; }
 
 std::vector<bool> readable_keys(const Case& c, const Windows& windows) {
   std::vector<bool> readable = windows.seen(c.index_keys());
@@ -27,23 +26,34 @@ std::vector<std::int64_t> candidates(const Case& c, const Windows& windows) {
   std::vector<std::int64_t> counts(c.tokens, 0);
   for (std::int64_t t = 0; t < c.tokens; ++t) {
     counts[t] = windows.length(t);
-    for (std::int64_t s = windows.begin[t]; c.nan_keys && s < windows.end[t]; ++s)
+    for (std::int64_t s = windows.begin[t]; has_nan_keys(c) && s < windows.end[t]; ++s)
       if (holds_nan(c, s)) --counts[t];
   }
   return counts;
 }
 
+/// Keys without their scale, whichever type holds it.
+Values unscaled_keys(const Case& c, const Buffers& buffers, bool fp8) {
+  if (c.exact_scores) return buffers.whole_numbers("index k", 2);
+  return patterned_keys(c, buffers.normal("index k", fp8 ? kFp8Factor : 1));
+}
+
 Values query_values(const Case& c, const Buffers& buffers, bool fp8) {
   if (c.exact_scores) return buffers.whole_numbers("index q", 2);
-  return buffers.normal("index q", fp8 ? kFp8Factor : 1);
+  return patterned_queries(c, buffers.normal("index q", fp8 ? kFp8Factor : 1),
+                           unscaled_keys(c, buffers, fp8));
 }
 
 /// The stored k; for the oracle of fp8 what it stands for.
 Values key_values(const Case& c, const Buffers& buffers, const Windows& windows,
                   const Values& scale, bool fp8) {
-  Values stored = c.exact_scores ? buffers.whole_numbers("index k", 2)
-                                 : buffers.normal("index k", fp8 ? kFp8Factor : 1);
-  if (fp8 && buffers.as_f64()) {
+  Values stored = unscaled_keys(c, buffers, fp8);
+  if (!fp8) {
+    stored = [c, stored](std::int64_t line, std::span<double> elements) {
+      stored(line, elements);
+      for (double& element : elements) element *= key_factor(c, line);
+    };
+  } else if (buffers.as_f64()) {
     stored = [stored, scale](std::int64_t line, std::span<double> elements) {
       double factor = 0;
       scale(line, {&factor, 1});
@@ -56,16 +66,21 @@ Values key_values(const Case& c, const Buffers& buffers, const Windows& windows,
 }
 
 Values scale_values(const Case& c, std::uint64_t seed) {
-  return [random = Random(seed, "index k_scale"), exact = c.exact_scores](
-             std::int64_t line, std::span<double> elements) {
-    elements[0] = exact ? 1 : (0.5 + random.uniform(line)) / kFp8Factor;
-  };
+  return
+      [random = Random(seed, "index k_scale"), c](std::int64_t line, std::span<double> elements) {
+        // Keys that are the same have the same scale.
+        const std::int64_t twin = twin_of(c, line);
+        elements[0] =
+            c.exact_scores
+                ? 1
+                : key_factor(c, line) * (0.5 + random.uniform(twin < 0 ? line : twin)) / kFp8Factor;
+      };
 }
 
 Values weight_values(const Case& c, const Buffers& buffers, bool fp8) {
   if (c.exact_scores) return buffers.whole_numbers("index weights", 3);
   const double factor = 1 / std::sqrt(static_cast<double>(c.index_heads * c.index_dim));
-  return buffers.normal("index weights", fp8 ? factor / kFp8Factor : factor);
+  return patterned_weights(c, buffers.normal("index weights", fp8 ? factor / kFp8Factor : factor));
 }
 
 /// `values` in slots for which `counts(t, j)`, NaN in others.

@@ -52,6 +52,7 @@ struct Options {
   std::string backend;
   std::string kernel;
   std::string slots = "ascending";
+  std::string data = "iid";
   bool forward = false;
   bool backward = false;
   bool scaling = false;
@@ -83,6 +84,7 @@ harness::Case with_sizes(harness::Case c, const Options& options) {
         fmt::format("--topk {}: must be more than {}, the window of {}", c.topk, c.window, c.name));
   c.scale = c.attention_scale();  // other dimensions may have no default
   c.slots = slots_word(options.slots);
+  c.score_pattern = score_pattern_word(options.data);
   c.even_documents = options.even_documents;
   c.index_scores = !options.without_scores;
   return c;
@@ -281,6 +283,7 @@ nlohmann::ordered_json json_of(const Results& results, const Options& options) {
           {"runs_on", describe(results.execution.backend)},
           {"threads", thread_count(results.execution)},
           {"slots", options.slots},
+          {"data", options.data},
           {"matrix_product", std::move(product)},
           {"measured", std::move(measured)}};
 }
@@ -359,6 +362,9 @@ void add_bench(CLI::App& app, int&) {
   command->add_option("--slots", options->slots,
                       "Index lists: ascending, shuffled, or neighbours (rows share most keys). "
                       "Default: ascending.");
+  command->add_option(
+      "--data", options->data,
+      "What the indexer's scores look like: " + join(score_pattern_names()) + ". Default: iid.");
   command->add_option("--threads", options->threads, "Of the CPU. Default: all.")
       ->transform(whole_number(1, 1024));
   command->add_flag("--scaling", options->scaling,

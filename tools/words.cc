@@ -23,6 +23,22 @@ constexpr std::array<std::pair<std::string_view, harness::Slots>, 3> kSlots{{
     {"shuffled", harness::Slots::shuffled},
     {"neighbours", harness::Slots::neighbours},
 }};
+constexpr std::array<std::pair<std::string_view, harness::ScorePattern>, 14> kScorePatterns{{
+    {"iid", harness::ScorePattern::independent},
+    {"smooth10", harness::ScorePattern::smooth10},
+    {"smooth1000", harness::ScorePattern::smooth1000},
+    {"recency", harness::ScorePattern::recency},
+    {"reversed", harness::ScorePattern::reversed},
+    {"outliers", harness::ScorePattern::outliers},
+    {"ties", harness::ScorePattern::ties},
+    {"blocks", harness::ScorePattern::blocks},
+    {"equal", harness::ScorePattern::equal},
+    {"zero-weights", harness::ScorePattern::zero_weights},
+    {"half-nan", harness::ScorePattern::half_nan},
+    {"one-sign", harness::ScorePattern::one_sign},
+    {"clusters", harness::ScorePattern::clusters},
+    {"last-bits", harness::ScorePattern::last_bits},
+}};
 constexpr std::array<std::pair<std::string_view, Sharding>, 2> kShardings{{
     {"contiguous", Sharding::contiguous},
     {"zigzag", Sharding::zigzag},
@@ -131,6 +147,15 @@ const harness::Case& model_word(const std::string& word) {
 
 harness::Slots slots_word(const std::string& word) {
   return value_of("order of slots", word, kSlots);
+}
+
+harness::ScorePattern score_pattern_word(const std::string& word) {
+  return value_of("data of the indexer", word, kScorePatterns);
+}
+std::vector<std::string_view> score_pattern_names() {
+  std::vector<std::string_view> names;
+  for (const auto& [name, pattern] : kScorePatterns) names.push_back(name);
+  return names;
 }
 
 Sharding sharding_word(const std::string& word) { return value_of("sharding", word, kShardings); }

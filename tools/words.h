@@ -37,6 +37,8 @@ const char* kernel_word(const std::string& word, const std::vector<std::string_v
 /// A case with a model's own geometry.
 const harness::Case& model_word(const std::string& word);
 harness::Slots slots_word(const std::string& word);
+harness::ScorePattern score_pattern_word(const std::string& word);
+std::vector<std::string_view> score_pattern_names();
 Sharding sharding_word(const std::string& word);
 std::string_view name(Sharding sharding);
 
