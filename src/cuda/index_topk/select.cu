@@ -4,13 +4,13 @@
 // The result depends on the scores alone, not on the order in which threads run: a bound splits a
 // row's keys, and equal scores at the bound are split by key. A warp handles a whole row, which has
 // a slot for each of its keys, in their order. Every other row takes a thread block; see
-// candidates.cuh.
+// row_select.cuh.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/index_topk/candidates.cuh"
 #include "cuda/index_topk/kernels.h"
+#include "cuda/index_topk/row_select.cuh"
 
 namespace winnow::cuda::index_topk {
 namespace {
@@ -19,6 +19,7 @@ namespace {
 /// many.
 __device__ int select_whole(const Row& row, const Slots& slots) {
   constexpr int kLoads = 4;
+  constexpr int kBlockKeys = 32 * 4;  // that the warp reads together, four neighbours a lane
   const std::uint32_t own = threadIdx.x % 32 * 4;
   int written = 0;
   for (std::uint32_t base = 0; base < row.count(); base += kLoads * kBlockKeys) {
