@@ -115,8 +115,9 @@ Values patterned_queries(const Case& c, Values queries, Values keys) {
 Values patterned_weights(const Case& c, Values weights) {
   const bool has_zeros = c.score_pattern == ScorePattern::zero_weights;
   const bool has_one_sign =
-      c.score_pattern == ScorePattern::one_sign || c.score_pattern == ScorePattern::clusters ||
-      c.score_pattern == ScorePattern::last_bits || has_no_sign(c) || memory_of(c) > 0;
+      memory_of(c) > 0 || c.score_pattern == ScorePattern::recency ||
+      c.score_pattern == ScorePattern::reversed || c.score_pattern == ScorePattern::one_sign ||
+      c.score_pattern == ScorePattern::clusters || c.score_pattern == ScorePattern::last_bits;
   if (!has_zeros && !has_one_sign) return weights;
   return [has_zeros, weights = std::move(weights)](std::int64_t line, std::span<double> elements) {
     weights(line, elements);
