@@ -12,6 +12,8 @@ namespace winnow {
 /// target[t,j] = sum_h p[t,h,j], with p of sparse_attention and the lse of that call; 0 in slots
 /// without a key. Not normalised, so that tensor-parallel ranks can sum theirs first. The key of
 /// slot j is kv[key_offset + indices[t,j]], if indices[t,j] >= 0 and j < lengths[t].
+/// With `accumulate` it is added to what target holds, so that layers which share one selection sum
+/// theirs and index_loss normalises once; slots without a key stay as they are.
 struct IndexTarget {
   Tensor q{};                   // [tokens, heads, qk_dim]  bf16 | f16 | f32 | f64 (reference)
   Tensor kv{};                  // [keys, qk_dim]           as q
@@ -19,9 +21,10 @@ struct IndexTarget {
   Tensor lengths{};             // [tokens]                 i32, optional
   Tensor sink{};                // [heads]                  f32 (f64 with f64), optional
   Tensor lse{};                 // [tokens, heads]          as sink
-  Tensor target{};              // [tokens, topk]           as sink, out
+  Tensor target{};              // [tokens, topk]           as sink, out; added to, if accumulate
   float scale = 0;              // as given to sparse_attention; there is no default
   std::int32_t key_offset = 0;  // the row of kv at which the indexer's keys begin
+  bool accumulate = false;
 
   static constexpr char kOperator[] = "index_target";
   static constexpr auto fields() {
@@ -34,7 +37,8 @@ struct IndexTarget {
                       fields::input("lse", &Args::lse),
                       fields::output("target", &Args::target),
                       fields::option("scale", &Args::scale),
-                      fields::option("key_offset", &Args::key_offset)};
+                      fields::option("key_offset", &Args::key_offset),
+                      fields::option("accumulate", &Args::accumulate)};
   }
 };
 
