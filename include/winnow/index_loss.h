@@ -66,7 +66,9 @@ struct IndexLoss {
 
 /// The loss of the warm-up stage: the same KL over the whole window of every row, between dense
 /// attention over that window and the indexer's scores (as in index_topk). Key s of the indexer is
-/// kv[key_offset + s].
+/// kv[key_offset + s]. With `lse_given`, lse is read: that of the attention which the model
+/// computed over the window, or over keys that contain it. It is an input then, which may share
+/// memory with others, and attention is multiplied once instead of twice.
 struct DenseIndexLossForward {
   Tensor q{};        // [tokens, heads, qk_dim]           bf16 | f16 | f32 | f64 (reference)
   Tensor kv{};       // [keys, qk_dim]                    as q
@@ -77,9 +79,11 @@ struct DenseIndexLossForward {
   Tensor begin{};    // [tokens]                          i32
   Tensor end{};      // [tokens]                          i32
   Tensor loss{};     // [tokens]                          as sink, out
-  Tensor lse{};      // [tokens, heads]                   as sink, out: over the window, keys only
+  Tensor lse{};      // [tokens, heads]                   as sink, out: over the window, keys only;
+                     //   in, if lse_given
   float scale = 0;   // there is no default
   std::int32_t key_offset = 0;
+  bool lse_given = false;
 
   static constexpr char kOperator[] = "dense_index_loss_forward";
   static constexpr auto fields() {
@@ -95,7 +99,8 @@ struct DenseIndexLossForward {
                       fields::output("loss", &Args::loss),
                       fields::output("lse", &Args::lse),
                       fields::option("scale", &Args::scale),
-                      fields::option("key_offset", &Args::key_offset)};
+                      fields::option("key_offset", &Args::key_offset),
+                      fields::option("lse_given", &Args::lse_given)};
   }
 };
 
