@@ -50,6 +50,7 @@ struct DenseIndexLossWork {
   Buffer &q, &kv, &sink, &index_q, &index_k, &weights, &begin, &end, &loss, &lse;
   Buffer &d_loss, &d_index_q, &d_weights, &d_index_k, &d_index_k_rounded;
   DenseIndexLossForward forward;
+  DenseIndexLossForward forward_given;      // reads the lse of forward
   DenseIndexLossBackward backward;          // d_index_k is f32, added to
   DenseIndexLossBackward backward_rounded;  // d_index_k has the type of index_k; absent for f32
 };

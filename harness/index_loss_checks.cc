@@ -60,8 +60,15 @@ std::vector<Report> check_index_target(const Case& c, const Execution& execution
   trial.upload(lse, work.lse);
   if (!trial.run("target", work.args)) return trial.reports();
   run(oracle.args, kOracle);
-  trial.add(compare("target", trial.compared(work.target), oracle.target.download(),
-                    target_limit(c.dtype)));
+  std::vector<double> expected = oracle.target.download();
+  trial.add(compare("target", trial.compared(work.target), expected, target_limit(c.dtype)));
+  IndexTarget added = work.args;
+  added.accumulate = true;
+  if (trial.run("target, added", added)) {
+    for (double& value : expected) value *= 2;
+    trial.add(
+        compare("target, added", trial.compared(work.target), expected, target_limit(c.dtype)));
+  }
   trial.check_canaries(work.buffers);
   return trial.reports();
 }
@@ -96,6 +103,10 @@ std::vector<Report> check_dense_index_loss(const Case& c, const Execution& execu
   trial.add(
       compare("loss", trial.compared(work.loss), loss, loss_limit(c.dtype), at_least_one(loss)));
   trial.add(compare("lse", trial.compared(work.lse), lse, lse_limit(c.dtype), at_least_one(lse)));
+  work.loss.poison();
+  if (trial.run("forward, lse given", work.forward_given))
+    trial.add(compare("loss, lse given", trial.compared(work.loss), loss, loss_limit(c.dtype),
+                      at_least_one(loss)));
   check_backward(trial, c, work, oracle, work.backward, work.d_index_k, "");
   if (work.d_index_k_rounded.tensor())
     check_backward(trial, c, work, oracle, work.backward_rounded, work.d_index_k_rounded,

@@ -130,12 +130,17 @@ DenseIndexLossWork::DenseIndexLossWork(const Case& c, const Placement& placement
       backward(buffers.arguments<DenseIndexLossBackward>()) {
   forward.scale = backward.scale = c.attention_scale();
   forward.key_offset = backward.key_offset = c.key_offset();
+  forward_given = forward;
+  forward_given.lse_given = true;
   backward_rounded = backward;
   backward_rounded.d_index_k = d_index_k_rounded.tensor();
 }
 
 std::vector<Call> DenseIndexLossWork::calls() const {
-  return {call(forward, forward_flops), call(backward, backward_flops)};
+  std::vector<Call> calls{call(forward, forward_flops), call(forward_given, forward_flops),
+                          call(backward, backward_flops)};
+  calls[1].name += ", lse given";
+  return calls;
 }
 
 }  // namespace winnow::harness

@@ -151,10 +151,14 @@ void RankStep::gather(const Execution& execution) {
   }
 }
 
-void RankStep::scatter(const Execution& execution) {
-  const std::int64_t pools = total(shards.pools);
+void RankStep::scatter_index_keys(const Execution& execution) {
   scatter_key_grads(communicator, part(step.d_index_k.tensor(), 0, total(index_shards())),
                     d_index_k.tensor(), index_shards(), execution);
+}
+
+void RankStep::scatter(const Execution& execution) {
+  const std::int64_t pools = total(shards.pools);
+  scatter_index_keys(execution);
   scatter_key_grads(communicator, part(step.d_kv.tensor(), 0, step.c.rows), d_kv.tensor(),
                     shards.rows, execution);
   if (step.c.has_pools()) {

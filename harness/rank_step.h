@@ -34,6 +34,7 @@ struct RankStep {
   void gather(const Execution& execution);
   void compute(const Execution& execution) const { step.run(execution); }
   void scatter(const Execution& execution);
+  void scatter_index_keys(const Execution& execution);  // a part of scatter
   void sum_parameters(const Execution& execution);
 
   Communicator& communicator;

@@ -158,6 +158,7 @@ TEST_F(CapturedCalls, OfTheTrainingOfTheIndexer) {
   expect_same_from_a_graph(loss.args, {&loss.loss, &loss.d_scores});
   const harness::DenseIndexLossWork dense(c, {.device = kDevice}, 1);
   expect_same_from_a_graph(dense.forward, {&dense.loss, &dense.lse});
+  expect_same_from_a_graph(dense.forward_given, {&dense.loss});
   expect_same_from_a_graph(dense.backward_rounded,
                            {&dense.d_index_q, &dense.d_weights, &dense.d_index_k_rounded});
   const harness::QuantizeFp8Work fp8(c, {.device = kDevice}, 1);

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dense_index_loss: equals the sparse loss with whole windows selected; independence of rows.
+#include <cmath>
+
 #include "tests/attention_calls.h"
 #include "tests/dense_loss_calls.h"
 #include "tests/indexer_calls.h"
@@ -144,6 +146,124 @@ TEST(DenseIndexLoss, OfWindowsWithFewerThanTwoKeysIsZero) {
     expect_same_bits(gradients, expected);
     EXPECT_TRUE(all_zero(part(gradients.d_index_q, 0, 2 * d.index_heads * d.index_dim)));
     EXPECT_TRUE(all_zero(part(gradients.d_weights, 0, 2 * d.index_heads)));
+  });
+}
+
+TEST(DenseIndexLoss, WithTheLseGivenIsTheSame) {
+  on_each_loss(9, [](Backend backend, const DenseLoss& d) {
+    const DenseLossOutputs outputs = forward(d, on(backend));
+    const DenseLossOutputs given = forward(d, outputs.lse, on(backend));
+    expect_close(d, given, outputs);
+    EXPECT_TRUE(same_bits(given.lse, outputs.lse));
+  });
+}
+
+// The attention of the model may see other keys beside those of the window: a part of every head's
+// probability is theirs, and the loss normalises what is left.
+TEST(DenseIndexLoss, TakesTheLseOfMoreKeysThanTheWindow) {
+  on_each_loss(10, [](Backend backend, const DenseLoss& whole) {
+    DenseLoss d = whole;
+    d.sink.clear();
+    const DenseLossOutputs outputs = forward(d, on(backend));
+    Values lse = outputs.lse;
+    for (double& value : lse) value += std::log(2.0);
+    const Values loss = forward(d, as_stored(d.sum_type(), lse), on(backend)).loss;
+    EXPECT_TRUE(ok(compare("loss", loss, outputs.loss, harness::loss_limit(d.dtype),
+                           harness::at_least_one(outputs.loss))));
+  });
+}
+
+TEST(DenseIndexLoss, OfAnIndexerThatIsAttentionIsZero) {
+  on_each_backend([](Backend backend) {
+    DenseLoss d = filled({.index_keys = 18,
+                          .key_offset = 0,
+                          .heads = 1,
+                          .index_heads = 1,
+                          .index_dim = 24,
+                          .dtype = DType::f32},
+                         11);
+    for (Values* values : {&d.q, &d.kv})
+      for (double& value : *values) value = std::abs(value);  // relu lets every product pass
+    d.index_q = d.q;
+    d.index_k = d.kv;
+    d.weights.assign(static_cast<std::size_t>(d.tokens), d.scale);
+    const DenseLossOutputs outputs = forward(d, on(backend));
+    const DenseLossGradients gradients = backward(d, outputs.lse, on(backend));
+    for (const double loss : outputs.loss) EXPECT_NEAR(loss, 0, 1e-5);
+    for (const Values* values : {&gradients.d_index_q, &gradients.d_weights, &gradients.d_index_k})
+      for (const double value : *values) EXPECT_NEAR(value, 0, 1e-4);
+  });
+}
+
+TEST(DenseIndexLoss, OfTwoKeysIsThatOfTwoNumbers) {
+  on_each_backend([](Backend backend) {
+    DenseLoss d = filled({.tokens = 1,
+                          .keys = 2,
+                          .index_keys = 2,
+                          .key_offset = 0,
+                          .heads = 1,
+                          .qk_dim = 8,
+                          .index_heads = 1,
+                          .index_dim = 8,
+                          .dtype = DType::f32,
+                          .scale = 1},
+                         12);
+    d.begin = {0};
+    d.end = {2};
+    d.q = d.index_q = {1, 0, 0, 0, 0, 0, 0, 0};
+    d.kv = {std::log(3.0), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};  // 3/4 and 1/4
+    d.index_k = {1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0};         // 1/2 each
+    d.weights = d.d_loss = {1};
+    const DenseLossOutputs outputs = forward(d, on(backend));
+    EXPECT_NEAR(outputs.loss[0], 0.75 * std::log(1.5) + 0.25 * std::log(0.5), 1e-6);
+    EXPECT_NEAR(outputs.lse[0], std::log(4.0), 1e-6);
+    const DenseLossGradients gradients = backward(d, outputs.lse, on(backend));
+    EXPECT_NEAR(gradients.d_index_k[0], -0.25, 1e-6);
+    EXPECT_NEAR(gradients.d_index_k[8], 0.25, 1e-6);
+    EXPECT_NEAR(gradients.d_weights[0], 0, 1e-6);  // both keys have the same product
+  });
+}
+
+TEST(DenseIndexLoss, OfPackedDocumentsIsThatOfEach) {
+  on_each_loss(13, [](Backend backend, const DenseLoss& whole) {
+    DenseLoss packed = whole;  // two documents: rows and keys from the middle on are the second's
+    const std::int64_t first_rows = packed.tokens / 2;
+    const std::int64_t first_keys = packed.index_keys / 2;
+    for (std::int64_t t = 0; t < packed.tokens; ++t) {
+      const bool second = t >= first_rows;
+      packed.begin[t] = static_cast<std::int32_t>(second ? first_keys : 0);
+      packed.end[t] = static_cast<std::int32_t>(second ? packed.index_keys - (packed.tokens - 1 - t)
+                                                       : first_keys - (first_rows - 1 - t));
+    }
+    const DenseLossOutputs outputs = forward(packed, on(backend));
+    const DenseLossGradients gradients = backward(packed, outputs.lse, on(backend));
+    DenseLossOutputs joined;
+    DenseLossGradients joined_gradients;
+    const auto append = [](Values& values, const Values& more) {
+      values.insert(values.end(), more.begin(), more.end());
+    };
+    for (const bool second : {false, true}) {
+      const std::int64_t from = second ? first_keys : 0;
+      DenseLoss one = rows_of(packed, second ? first_rows : 0,
+                              second ? packed.tokens - first_rows : first_rows);
+      one.index_keys = second ? packed.index_keys - first_keys : first_keys;
+      one.key_offset = 0;
+      one.keys = one.index_keys;
+      one.kv =
+          part(packed.kv, (packed.key_offset + from) * packed.qk_dim, one.keys * packed.qk_dim);
+      one.index_k = part(packed.index_k, from * packed.index_dim, one.keys * packed.index_dim);
+      for (std::int32_t& key : one.begin) key -= static_cast<std::int32_t>(from);
+      for (std::int32_t& key : one.end) key -= static_cast<std::int32_t>(from);
+      const DenseLossOutputs of_one = forward(one, on(backend));
+      append(joined.loss, of_one.loss);
+      append(joined.lse, of_one.lse);
+      const DenseLossGradients its = backward(one, of_one.lse, on(backend));
+      append(joined_gradients.d_index_q, its.d_index_q);
+      append(joined_gradients.d_weights, its.d_weights);
+      append(joined_gradients.d_index_k, its.d_index_k);
+    }
+    expect_close(packed, joined, outputs);
+    expect_close(packed, joined_gradients, gradients);
   });
 }
 

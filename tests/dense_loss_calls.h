@@ -125,6 +125,15 @@ inline DenseLossOutputs forward(const DenseLoss& d, const Execution& execution) 
   return work.outputs();
 }
 
+/// The same with the lse of attention given.
+inline DenseLossOutputs forward(const DenseLoss& d, const Values& lse, const Execution& execution) {
+  DenseLossWork work(d, harness::device_of(execution.backend));
+  work.lse.upload(lse);
+  work.forward.lse_given = true;
+  dense_index_loss_forward(work.forward, execution);
+  return work.outputs();
+}
+
 inline DenseLossGradients backward(const DenseLoss& d, const Values& lse,
                                    const Execution& execution) {
   DenseLossWork work(d, harness::device_of(execution.backend));

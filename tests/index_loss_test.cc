@@ -11,17 +11,20 @@ namespace {
 
 // ---- index_target.
 
-/// The target for the slots of `a`, whose indices are relative to key_offset.
+/// The target for the slots of `a`, whose indices are relative to key_offset; added to `before`,
+/// unless that is empty.
 Values target_of(const Attention& a, const Values& lse, const Execution& execution,
-                 std::int32_t key_offset = 0) {
+                 std::int32_t key_offset = 0, const Values& before = {}) {
   const Device device = harness::device_of(execution.backend);
   AttentionForwardWork work(a, device);
   work.lse.upload(lse);
-  const Buffer& target = work.memory.add(
+  Buffer& target = work.memory.add(
       "target", Buffer(device, type_of_sums(a.dtype), {a.tokens, a.topk}, a.row_padding));
+  if (!before.empty()) target.upload(before);
   auto args = work.memory.arguments<IndexTarget>();
   args.scale = static_cast<float>(a.scale_or_default());
   args.key_offset = key_offset;
+  args.accumulate = !before.empty();
   run(args, execution);
   expect_canaries_intact(work.memory);
   return target.download();
@@ -166,6 +169,58 @@ TEST(IndexTarget, IsAtMostTheHeadsWhereLogitsAreLarge) {
   });
 }
 
+/// The heads [first, first + count) of a tensor of `width` elements a head.
+Values heads_of(const Values& values, std::int64_t heads, std::int64_t width, std::int64_t first,
+                std::int64_t count) {
+  Values result;
+  const std::int64_t row = heads * width;
+  for (std::int64_t t = 0; t * row < static_cast<std::int64_t>(values.size()); ++t) {
+    const Values of_row = part(values, t * row + first * width, count * width);
+    result.insert(result.end(), of_row.begin(), of_row.end());
+  }
+  return result;
+}
+
+Attention heads_of(Attention a, std::int64_t first, std::int64_t count) {
+  a.q = heads_of(a.q, a.heads, a.qk_dim, first, count);
+  if (!a.sink.empty()) a.sink = part(a.sink, first, count);
+  a.heads = count;
+  return a;
+}
+
+TEST(IndexTarget, OfPartsOfTheHeadsAddsUpToTheWhole) {
+  on_each_attention(9, [](Backend backend, const Attention& a) {
+    const Values lse = forward(a, on(backend)).lse;
+    const std::int64_t half = a.heads / 2;
+    const Values first_half =
+        target_of(heads_of(a, 0, half), heads_of(lse, a.heads, 1, 0, half), on(backend));
+    const Values whole =
+        target_of(heads_of(a, half, a.heads - half),
+                  heads_of(lse, a.heads, 1, half, a.heads - half), on(backend), 0, first_half);
+    EXPECT_TRUE(ok(compare("target", whole, target_of(a, lse, on(backend)),
+                           harness::target_limit(DType::f32))));
+  });
+}
+
+TEST(IndexTarget, AddedToLeavesSlotsWithoutAKeyAsTheyAre) {
+  on_each_attention(10, [](Backend backend, const Attention& whole) {
+    Attention a = whole;
+    for (std::int64_t i = 0; i < a.tokens * a.topk; i += 3) a.indices[i] = -1;
+    a.lengths.assign(static_cast<std::size_t>(a.tokens), static_cast<std::int32_t>(a.topk - 2));
+    const Values lse = forward(a, on(backend)).lse;
+    const Values alone = target_of(a, lse, on(backend));
+    Values before = as_stored(DType::f32, normals(a.tokens * a.topk, 10, "before"));
+    Values expected = before;
+    for (std::int64_t i = 0; i < a.tokens * a.topk; ++i) {
+      const bool has_key = a.indices[i] >= 0 && i % a.topk < a.topk - 2;
+      if (!has_key) before[i] = expected[i] = i % 2 == 0 ? kNaN : -7;
+      if (has_key) expected[i] += alone[i];
+    }
+    EXPECT_TRUE(ok(compare("target", target_of(a, lse, on(backend), 0, before), expected,
+                           harness::target_limit(DType::f32))));
+  });
+}
+
 TEST(IndexTarget, RowsThreadsAndRepeatsDoNotMatter) {
   on_each_attention(7, [](Backend backend, const Attention& a) {
     const AttentionOutputs outputs = forward(a, on(backend));
@@ -274,6 +329,58 @@ TEST(IndexLoss, OfEqualDistributionsIsZero) {
     const LossResult result = loss_of(l, on(backend));
     for (const double loss : result.loss) EXPECT_NEAR(loss, 0, 1e-6);
     for (const double gradient : result.d_scores) EXPECT_NEAR(gradient, 0, 1e-6);
+  });
+}
+
+/// One call whose heads are those of two layers with keys of their own: each layer has its own
+/// channels, and the channels of the other are 0 in its queries.
+Attention concatenated(const Attention& a, const Attention& b) {
+  Attention both = a;
+  both.heads = a.heads + b.heads;
+  both.qk_dim = a.qk_dim + b.qk_dim;
+  both.q.clear();
+  both.kv.clear();
+  const auto append = [](Values& values, const Values& more) {
+    values.insert(values.end(), more.begin(), more.end());
+  };
+  for (std::int64_t t = 0; t < a.tokens; ++t) {
+    for (std::int64_t h = 0; h < a.heads; ++h) {
+      append(both.q, part(a.q, (t * a.heads + h) * a.qk_dim, a.qk_dim));
+      append(both.q, Values(static_cast<std::size_t>(b.qk_dim)));
+    }
+    for (std::int64_t h = 0; h < b.heads; ++h) {
+      append(both.q, Values(static_cast<std::size_t>(a.qk_dim)));
+      append(both.q, part(b.q, (t * b.heads + h) * b.qk_dim, b.qk_dim));
+    }
+  }
+  for (std::int64_t s = 0; s < a.keys; ++s) {
+    append(both.kv, part(a.kv, s * a.qk_dim, a.qk_dim));
+    append(both.kv, part(b.kv, s * b.qk_dim, b.qk_dim));
+  }
+  return both;
+}
+
+TEST(IndexLoss, OfLayersThatShareASelectionIsThatOfOneWithTheirHeads) {
+  on_each_backend([](Backend backend) {
+    for (const Attention& shape :
+         {Attention{}, Attention{.dtype = DType::f32},
+          Attention{.tokens = 3, .keys = 90, .heads = 40, .qk_dim = 288, .topk = 70}}) {
+      const Attention a = filled(shape, 16);
+      Attention b = filled(shape, 17);
+      b.indices = a.indices;
+      const Values first = target_of(a, forward(a, on(backend)).lse, on(backend));
+      const Values sum = target_of(b, forward(b, on(backend)).lse, on(backend), 0, first);
+      const Attention both = concatenated(a, b);
+      const Values target = target_of(both, forward(both, on(backend)).lse, on(backend));
+      EXPECT_TRUE(ok(compare("target", sum, target, harness::target_limit(a.dtype))));
+
+      Loss l = random_loss(a.tokens, a.topk, 16);
+      l.indices = a.indices;
+      l.target = target;
+      const LossResult expected = loss_of(l, on(backend));
+      l.target = sum;
+      expect_close(loss_of(l, on(backend)), expected);
+    }
   });
 }
 

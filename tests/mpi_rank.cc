@@ -46,6 +46,17 @@ TEST_F(Mpi, TrafficCountsWhatOtherRanksHave) { check_traffic(*ranks_, {}); }
 
 TEST_F(Mpi, ManyRanksEqualOne) { check_many_ranks_equal_one(*ranks_, {}); }
 
+TEST_F(Mpi, RowsAndHeadsTogetherEqualOne) {
+  if (ranks_->size() != 4) GTEST_SKIP() << "two ranks for rows times two for heads";
+  MPI_Comm rows{};
+  MPI_Comm heads{};
+  MPI_Comm_split(MPI_COMM_WORLD, ranks_->rank() % 2, ranks_->rank(), &rows);
+  MPI_Comm_split(MPI_COMM_WORLD, ranks_->rank() / 2, ranks_->rank(), &heads);
+  check_rows_and_heads_together_equal_one(*mpi_communicator(&rows), *mpi_communicator(&heads));
+  MPI_Comm_free(&rows);
+  MPI_Comm_free(&heads);
+}
+
 // Several messages of 1 MB each: above the eager limit of MPI.
 TEST_F(Mpi, LargeRowsArriveWhole) {
   const Shards shards = shard_rows(Ints{0, 150, 515}, 515, ranks_->size(), Sharding::zigzag);

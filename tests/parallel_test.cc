@@ -64,6 +64,20 @@ TEST(Parallel, TrafficCountsWhatOtherRanksHave) { on_groups(check_traffic); }
 
 TEST(Parallel, ManyRanksEqualOne) { on_groups(check_many_ranks_equal_one); }
 
+TEST(Parallel, RowsAndHeadsTogetherEqualOne) {
+  using Pairs = std::vector<std::vector<std::unique_ptr<Communicator>>>;
+  Pairs rows, heads;
+  for (int pair = 0; pair < 2; ++pair) {
+    rows.push_back(harness::local_communicators(2));
+    heads.push_back(harness::local_communicators(2));
+  }
+  on_local_ranks(4, [&](Communicator& all) {
+    const int row = all.rank() / 2;
+    const int head = all.rank() % 2;
+    check_rows_and_heads_together_equal_one(*rows[head][row], *heads[row][head]);
+  });
+}
+
 TEST(Parallel, MismatchesAreErrorsOnEveryRank) {
   on_groups_that_fail(check_mismatches_are_errors_on_every_rank);
 }

@@ -111,6 +111,7 @@ TEST_F(PeakMemory, OfDenseIndexLossIsItsWorkspace) {
   const harness::Case c = many_pairs(8192);  // quadratic in the number of rows
   const harness::DenseIndexLossWork work(c, {}, 1);
   expect_bounded("forward", c, work.forward, 16 * kMiB);
+  expect_bounded("forward, lse given", c, work.forward_given, 16 * kMiB);
   expect_bounded("backward", c, work.backward, 16 * kMiB);
 }
 

@@ -202,7 +202,12 @@ inline void fill(CallMaker& m, IndexTarget& args) {
   maybe_lengths(m, args.lengths, tokens, topk);
   if (m.perhaps()) m.floats(args.sink, DType::f32, {heads}, 4, 0.25);
   m.floats(args.lse, DType::f32, {tokens, heads}, 4, 0.25);
-  m.output(args.target, DType::f32, {tokens, topk});
+  args.accumulate = m.perhaps();
+  if (args.accumulate) {
+    m.sum(args.target, DType::f32, {tokens, topk});
+  } else {
+    m.output(args.target, DType::f32, {tokens, topk});
+  }
   args.scale = 0.25F;
   args.key_offset = static_cast<std::int32_t>(m.between(0, keys));
 }
@@ -248,7 +253,12 @@ DenseSizes dense_inputs(CallMaker& m, Args& args) {
 inline void fill(CallMaker& m, DenseIndexLossForward& args) {
   const DenseSizes n = dense_inputs(m, args);
   m.output(args.loss, DType::f32, {n.tokens});
-  m.output(args.lse, DType::f32, {n.tokens, n.heads});
+  args.lse_given = m.perhaps();
+  if (args.lse_given) {
+    m.floats(args.lse, DType::f32, {n.tokens, n.heads}, 4, 0.25);
+  } else {
+    m.output(args.lse, DType::f32, {n.tokens, n.heads});
+  }
 }
 
 inline void fill(CallMaker& m, DenseIndexLossBackward& args) {

@@ -202,6 +202,90 @@ inline void check_many_ranks_equal_one(Communicator& ranks, Device device) {
   }
 }
 
+/// The heads of rank r of `ranks` of a tensor whose dimension `dim` is heads.
+inline Tensor heads_of(Tensor tensor, int dim, const Communicator& ranks) {
+  if (!tensor) return tensor;
+  const std::int64_t heads = tensor.shape[dim];
+  const std::int64_t first = heads * ranks.rank() / ranks.size();
+  tensor.data = static_cast<std::byte*>(tensor.data) +
+                first * tensor.stride[dim] * element_bytes(tensor.dtype);
+  tensor.shape[dim] = heads * (ranks.rank() + 1) / ranks.size() - first;
+  return tensor;
+}
+
+/// Sums a contiguous f32 matrix over ranks, in place.
+inline void all_reduce(Communicator& ranks, const Tensor& sums) {
+  std::vector<std::int64_t> rows;
+  for (int r = 0; r < ranks.size(); ++r)
+    rows.push_back(sums.shape[0] * (r + 1) / ranks.size() - sums.shape[0] * r / ranks.size());
+  const Buffer shard(sums.device, DType::f32, {rows[ranks.rank()], sums.shape[1]});
+  ranks.reduce_scatter(sums, shard.tensor(), rows, {});
+  ranks.all_gather(shard.tensor(), sums, rows, {});
+}
+
+/// The indexer's step with queries split over `rows` and heads of attention over `heads` against
+/// that of one rank. Targets are summed over heads before the divergence; its sums and counts, and
+/// the gradients of keys, over rows after it.
+inline void check_rows_and_heads_together_equal_one(Communicator& rows, Communicator& heads) {
+  const Execution execution{.threads = 1};
+  for (const LayerCase& layer : layer_cases()) {
+    SCOPED_TRACE(layer.c.name);
+    const harness::Batch batch(layer.c, layer.offsets, layer.padded, {});
+    const harness::TrainingStep alone(layer.c, batch, {}, 1);
+    alone.run(execution);
+
+    harness::RankStep rank(layer.c, batch, Sharding::zigzag, rows, 1);
+    const harness::TrainingStep& step = rank.step;
+    rank.gather(execution);
+    run(step.windows, execution);
+    run(step.select, execution);
+    if (layer.c.window > 0) run(step.lists, execution);
+    SparseAttentionForward attend = step.attend;
+    IndexTarget find_target = step.find_target;
+    attend.out = heads_of(attend.out, 1, heads);
+    attend.q = find_target.q = heads_of(attend.q, 1, heads);
+    attend.lse = find_target.lse = heads_of(attend.lse, 1, heads);
+    attend.sink = find_target.sink = heads_of(attend.sink, 0, heads);
+    run(attend, execution);
+    run(find_target, execution);
+    all_reduce(heads, step.target.tensor());
+    run(step.find_loss, execution);
+    run(step.select_backward, execution);
+    rank.scatter_index_keys(execution);
+
+    const harness::Rows own = harness::rows_of_rank({}, rank.shards, rows.rank());
+    const auto expect = [&](const char* what, const Buffer& actual, const Buffer& expected,
+                            harness::Limit limit) {
+      EXPECT_TRUE(ok(compare(what, values_of(actual), values_of(expected, own), limit)));
+    };
+    const harness::Limit gradients = harness::gradient_limit(layer.c.dtype);
+    expect("target", step.target, alone.target, harness::target_limit(DType::f32));
+    expect("d_scores", step.d_scores, alone.d_scores, harness::loss_gradient_limit());
+    expect("d_index_q", step.d_index_q, alone.d_index_q, gradients);
+    expect("d_weights", step.d_weights, alone.d_weights, gradients);
+    const harness::StepOutput keys{
+        "d_index_k", &alone.d_index_k,
+        layer.c.has_pools() ? harness::RowKind::pools : harness::RowKind::rows};
+    EXPECT_TRUE(ok(
+        compare("d_index_k", values_of(rank.d_index_k),
+                values_of(alone.d_index_k, harness::rows_of_rank(keys, rank.shards, rows.rank())),
+                gradients)));
+
+    const auto sum_and_count = [](const Buffer& loss) {
+      Values result(2, 0.0);
+      for (const double value : loss.download()) {
+        result[0] += value;
+        result[1] += value > 0 ? 1 : 0;
+      }
+      return result;
+    };
+    const Buffer sums = floats({}, DType::f32, {1, 2}, sum_and_count(step.loss));
+    all_reduce(rows, sums.tensor());
+    EXPECT_TRUE(ok(compare("sum and count of losses", sums.download(), sum_and_count(alone.loss),
+                           harness::loss_limit(DType::f32))));
+  }
+}
+
 /// The message with which a collective fails; empty if it succeeds.
 template <class Call>
 std::string communication_failure(const Call& call) {

@@ -3,8 +3,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
+#include "harness/index_loss.h"
+#include "harness/index_topk.h"
 #include "tests/attention_calls.h"
+#include "tests/callers_memory.h"
 #include "tests/dense_loss_calls.h"
 #include "tests/indexer_calls.h"
 #include "tests/random_calls.h"
@@ -58,6 +62,53 @@ NamedLimit named_limit(const std::string& reason) {
     return at == std::string::npos ? 0 : std::stoull(reason.substr(at + words.size()));
   };
   return {number_behind("needs a workspace_limit of at least "), number_behind("the limit is ")};
+}
+
+// The steps that train the indexer of a frozen model, warm-up and sparse: no call writes a gradient
+// of attention, and no workspace has room for one.
+TEST(Workspace, OfAnIndexersStepHasNoRoomForGradientsOfAttention) {
+  const harness::Case c{.name = "frozen model",
+                        .tokens = 256,
+                        .rows = 2048,
+                        .documents = 1,
+                        .heads = 8,
+                        .qk_dim = 512,
+                        .index_heads = 2,
+                        .index_dim = 8,
+                        .scale = 0.05F};
+  on_each_backend([&](Backend backend) {
+    if (backend == Backend::reference) return;  // it has scratch for single rows, and takes long
+    const harness::Placement placement{.device = harness::device_of(backend)};
+    const harness::IndexTopkWork indexer(c, placement, 1);
+    const harness::IndexTargetWork target(c, placement, 1);
+    const harness::IndexLossWork loss(c, placement, 1);
+    harness::DenseIndexLossWork dense(c, placement, 1);
+    dense.lse.upload(Values(static_cast<std::size_t>(c.tokens * c.heads), 7.0));
+    CallersMemory memory{.device = placement.device};
+    const Execution execution{.backend = backend,
+                              .workspace_limit = std::size_t{1} << 20,
+                              .allocate = CallersMemory::allocate,
+                              .allocate_context = &memory};
+    const auto run_indexer = [&]<class Args>(const Args& args) {
+      run(args, execution);
+      for_each_field<Args>([&]<class Value>(const Field<Args, Value>& field) {
+        if constexpr (std::is_same_v<Value, Tensor>) {
+          const Tensor& written = args.*field.member;
+          if (field.role != FieldRole::output || written.rank < 1) return;
+          EXPECT_NE(written.shape[written.rank - 1], c.qk_dim) << Args::kOperator << field.name;
+        }
+      });
+    };
+    run_indexer(dense.forward_given);
+    run_indexer(dense.backward);
+    run_indexer(indexer.forward);
+    run_indexer(target.args);
+    run_indexer(loss.args);
+    run_indexer(indexer.backward);
+    const std::size_t asked = *std::max_element(memory.asked.begin(), memory.asked.end());
+    EXPECT_LT(asked, static_cast<std::size_t>(2 * c.tokens * c.heads * c.qk_dim)) << "d_q";
+    EXPECT_LT(asked, static_cast<std::size_t>(2 * c.keys() * c.qk_dim)) << "d_kv";
+  });
 }
 
 TEST(Workspace, OfACallIsWithinTheLimitOrTheCallIsRefused) {

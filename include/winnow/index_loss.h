@@ -12,6 +12,8 @@ namespace winnow {
 /// target[t,j] = sum_h p[t,h,j], with p of sparse_attention and the lse of that call; 0 in slots
 /// without a key. Not normalised, so that tensor-parallel ranks can sum theirs first. The key of
 /// slot j is kv[key_offset + indices[t,j]], if indices[t,j] >= 0 and j < lengths[t].
+/// With `accumulate` it is added to what target holds, so that layers which share one selection sum
+/// theirs and index_loss normalises once; slots without a key stay as they are.
 struct IndexTarget {
   Tensor q{};                   // [tokens, heads, qk_dim]  bf16 | f16 | f32 | f64 (reference)
   Tensor kv{};                  // [keys, qk_dim]           as q
@@ -19,9 +21,10 @@ struct IndexTarget {
   Tensor lengths{};             // [tokens]                 i32, optional
   Tensor sink{};                // [heads]                  f32 (f64 with f64), optional
   Tensor lse{};                 // [tokens, heads]          as sink
-  Tensor target{};              // [tokens, topk]           as sink, out
+  Tensor target{};              // [tokens, topk]           as sink, out; added to, if accumulate
   float scale = 0;              // as given to sparse_attention; there is no default
   std::int32_t key_offset = 0;  // the row of kv at which the indexer's keys begin
+  bool accumulate = false;
 
   static constexpr char kOperator[] = "index_target";
   static constexpr auto fields() {
@@ -34,7 +37,8 @@ struct IndexTarget {
                       fields::input("lse", &Args::lse),
                       fields::output("target", &Args::target),
                       fields::option("scale", &Args::scale),
-                      fields::option("key_offset", &Args::key_offset)};
+                      fields::option("key_offset", &Args::key_offset),
+                      fields::option("accumulate", &Args::accumulate)};
   }
 };
 
@@ -62,7 +66,9 @@ struct IndexLoss {
 
 /// The loss of the warm-up stage: the same KL over the whole window of every row, between dense
 /// attention over that window and the indexer's scores (as in index_topk). Key s of the indexer is
-/// kv[key_offset + s].
+/// kv[key_offset + s]. With `lse_given`, lse is read: that of the attention which the model
+/// computed over the window, or over keys that contain it. It is an input then, which may share
+/// memory with others, and attention is multiplied once instead of twice.
 struct DenseIndexLossForward {
   Tensor q{};        // [tokens, heads, qk_dim]           bf16 | f16 | f32 | f64 (reference)
   Tensor kv{};       // [keys, qk_dim]                    as q
@@ -73,9 +79,11 @@ struct DenseIndexLossForward {
   Tensor begin{};    // [tokens]                          i32
   Tensor end{};      // [tokens]                          i32
   Tensor loss{};     // [tokens]                          as sink, out
-  Tensor lse{};      // [tokens, heads]                   as sink, out: over the window, keys only
+  Tensor lse{};      // [tokens, heads]                   as sink, out: over the window, keys only;
+                     //   in, if lse_given
   float scale = 0;   // there is no default
   std::int32_t key_offset = 0;
+  bool lse_given = false;
 
   static constexpr char kOperator[] = "dense_index_loss_forward";
   static constexpr auto fields() {
@@ -91,7 +99,8 @@ struct DenseIndexLossForward {
                       fields::output("loss", &Args::loss),
                       fields::output("lse", &Args::lse),
                       fields::option("scale", &Args::scale),
-                      fields::option("key_offset", &Args::key_offset)};
+                      fields::option("key_offset", &Args::key_offset),
+                      fields::option("lse_given", &Args::lse_given)};
   }
 };
 

@@ -28,7 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import winnow
-from winnow import reference
+from winnow import _lib, reference
 
 SCALE = 0.3125  # exact in fp32
 topks = st.sampled_from([1, 2, 5, 12])
@@ -349,6 +349,99 @@ class TestIndexLoss:
         assert all(x.grad.any() for x in inputs)
 
 
+class TestIndexTarget:
+    def layer(self, random: Random, selection) -> tuple:
+        q, kv = random.normal(6, 2, 16), random.normal(6, 16)
+        return q, kv, winnow.sparse_attention(q, kv, selection.indices).lse
+
+    def selection(self, random: Random):
+        inputs = leaves(random.normal(6, 2, 8), random.normal(6, 8), random.normal(6, 2))
+        return winnow.index_topk(*inputs, winnow.Packing(offsets([2, 4])), topk=3)
+
+    def test_value(self):
+        random = Random(14)
+        selection = self.selection(random)
+        q, kv, lse = self.layer(random, selection)
+        sink = random.normal(2)
+        target = winnow.index_target(selection, q, kv, lse, scale=0.25, sink=sink)
+        expected = reference.index_target(
+            q, kv, selection.indices, lse, scale=0.25, sink=sink, lengths=selection.lengths
+        )
+        assert_near(target, expected)
+        before = random.normal(6, 3)
+        kept = before.clone()
+        added = winnow.index_target(selection, q, kv, lse, scale=0.25, sink=sink, target=before)
+        assert_near(added, expected + before)
+        assert_equal(before, kept)
+        assert not added.requires_grad
+
+    def test_layers_that_share_a_selection_have_one_loss(self):
+        """It is the loss of one layer with the heads of both."""
+        random = Random(15)
+        selection = self.selection(random)
+        layers = [self.layer(random, selection) for _ in range(2)]
+        target = winnow.index_target(selection, *layers[0], scale=0.25)
+        options = {"scale": 0.25, "reduction": "sum"}
+        loss = winnow.index_loss(selection, *layers[1], target=target, **options)
+        # The heads of each layer have channels of their own.
+        q = torch.zeros(6, 4, 32, dtype=f64)
+        for i, (layer_q, _, _) in enumerate(layers):
+            q[:, 2 * i : 2 * i + 2, 16 * i : 16 * i + 16] = layer_q
+        _, kv, lse = (torch.cat(x, -1) for x in zip(*layers, strict=True))
+        expected = winnow.index_loss(selection, q, kv, lse, **options)
+        assert_near(loss, expected)
+        assert_near(*(torch.autograd.grad(x, selection.scores)[0] for x in (loss, expected)))
+
+
+class TestFrozenModel:
+    """Training the indexer alone computes and allocates nothing for the gradients of attention."""
+
+    @pytest.fixture
+    def calls(self, monkeypatch) -> list[tuple[str, dict]]:
+        seen, run = [], _lib.run_allocating
+
+        def spy(op, fields, *others):
+            seen.append((op, fields))
+            run(op, fields, *others)
+
+        monkeypatch.setattr(_lib, "run_allocating", spy)
+        return seen
+
+    def check(self, calls, loss, names, given):
+        inputs = {id(x) for x in given}
+        loss.backward()
+        assert [op for op, _ in calls] == names
+        for _, fields in calls:
+            for name, x in fields.items():
+                if isinstance(x, torch.Tensor) and id(x) not in inputs:
+                    assert x.shape[-1] != 40, name  # the width of queries and keys of attention
+
+    def test_warm_up(self, calls):
+        random = Random(16)
+        indexer = leaves(random.normal(6, 2, 8), random.normal(6, 8), random.normal(6, 2))
+        q, kv = random.normal(6, 3, 40), random.normal(6, 40)
+        packing = winnow.Packing(offsets([6]))
+        calls.clear()
+        loss = winnow.dense_index_loss(q, kv, *indexer, packing, scale=SCALE)
+        names = ["dense_index_loss_forward", "dense_index_loss_backward"]
+        self.check(calls, loss, names, (q, kv))
+        assert all(x.grad.any() for x in indexer)
+
+    def test_sparse(self, calls):
+        random = Random(17)
+        indexer = leaves(random.normal(6, 2, 8), random.normal(6, 8), random.normal(6, 2))
+        q, kv = random.normal(6, 3, 40), random.normal(6, 40)
+        packing = winnow.Packing(offsets([6]))
+        calls.clear()
+        selection = winnow.index_topk(*indexer, packing, topk=4)
+        out, lse, _ = winnow.sparse_attention(q, kv, selection.indices, v_dim=16, scale=SCALE)
+        assert not out.requires_grad
+        loss = winnow.index_loss(selection, q, kv, lse, scale=SCALE)
+        names = ["index_topk_forward", "sparse_attention_forward", "index_target", "index_loss"]
+        self.check(calls, loss, [*names, "index_topk_backward"], (q, kv))
+        assert all(x.grad.any() for x in indexer)
+
+
 class TestDenseIndexLoss:
     @given(indexers(), sink_kinds, st.integers(1, 2), st.integers(0, 3))
     def test_value_and_gradients(self, drawn, sink_kind, ratio, key_offset):
@@ -374,6 +467,29 @@ class TestDenseIndexLoss:
         for a, b in zip(gradients, exact, strict=True):
             assert_near(a, b)
 
+    @pytest.mark.parametrize("sink_kind", [None, "normal"])
+    def test_a_given_lse_is_used(self, sink_kind):
+        random = Random(13)
+        q, kv = random.normal(6, 2, 16), random.normal(6, 16)
+        sink = make_sink(random, sink_kind, 2)
+        tensors = random.normal(6, 2, 8), random.normal(6, 8), random.normal(6, 2)
+        packing = winnow.Packing(offsets([2, 4]))
+        every_key = torch.arange(6).expand(6, -1)
+        begin, end = (x[:, None] for x in packing.windows())
+        lists = torch.where((every_key >= begin) & (every_key < end), every_key, -1).int()
+        (q,) = leaves(q)  # so that lse is part of a graph
+        lse = winnow.sparse_attention(q, kv, lists, scale=SCALE).lse
+        options = {"scale": SCALE, "sink": sink}
+        losses = []
+        for more in ({"lse": lse}, {}, {"lse": lse + 1}):
+            inputs = leaves(*tensors)
+            loss = winnow.dense_index_loss(q, kv, *inputs, packing, **options, **more)
+            losses.append((loss, *backward([loss], [None], inputs)))
+        for a, b in zip(*losses[:2], strict=True):
+            assert_near(a, b)
+        # Without a sink a common factor of all probabilities cancels.
+        assert torch.allclose(losses[2][0], losses[0][0]) == (sink is None)
+
     def test_gradcheck(self):
         random = Random(12)
         q, kv = random.normal(6, 2, 16), random.normal(6, 16)
@@ -397,6 +513,12 @@ def call(name: str, **changes):
         "value_projection": {"out": torch.zeros(5, 2, 8), "w_v": torch.zeros(2, 4, 8)},
         "index_loss": {
             "selection": winnow.Selection(torch.zeros(5, 3).int(), torch.zeros(5, 3), None),
+            **attention,
+            "lse": torch.zeros(5, 2),
+            "scale": 1.0,
+        },
+        "index_target": {
+            "selection": winnow.Selection(torch.zeros(5, 3).int(), None, None),
             **attention,
             "lse": torch.zeros(5, 2),
             "scale": 1.0,
@@ -495,6 +617,10 @@ def call(name: str, **changes):
             ValueError,
             "selection without scores",
         ),
+        ("index_target", {"target": torch.zeros(5, 2)}, ValueError, "target f32.*topk must be 3"),
+        ("index_target", {"target": 3}, TypeError, "target"),
+        ("index_target", {"key_offset": -1}, ValueError, "key_offset -1"),
+        ("dense_index_loss", {"lse": torch.zeros(5, 3)}, ValueError, "lse f32.*heads must be 2"),
         ("dense_index_loss", {"reduction": ""}, ValueError, "reduction ''"),
         ("dense_index_loss", {"key_offset": 2}, ValueError, "index_k f32.*at most 4"),
         # No packing, or one of another batch.

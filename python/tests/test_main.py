@@ -13,6 +13,7 @@ from winnow import _bench, _check, _lib, functional
 from winnow.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", "docs/python.md", "docs/automodel.md", "docs/training-the-indexer.md"]
 
 
 def test_info(capsys):
@@ -92,12 +93,28 @@ def test_a_backend_that_is_not_here_is_named(capsys):
     assert "cuda" in reason and reason in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/automodel.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_programs_in_the_documentation_run(page):
     programs = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     assert programs
     for program in programs:
         exec(compile(program, page, "exec"), {})
+
+
+@pytest.mark.slow
+def test_a_dense_decoder_becomes_sparse(tmp_path, capsys):
+    """The example in short: the indexer learns where attention is, and the loss stays."""
+    example = runpy.run_path(str(ROOT / "examples" / "dense_to_sparse.py"))
+    steps = ["--steps", "160", "60", "20", "--device", "cpu", "--plot", str(tmp_path / "plot.png")]
+    text, _, recall = example["main"](steps).values()
+    assert text[0][1] > 2.5
+    assert recall[0][1] < 0.4 and recall[-1][1] > 0.8
+    printed = capsys.readouterr().out
+    losses = re.findall(r"held-out text (\S+), with 32 keys of up to 256 (\S+)", printed)
+    (_, random_keys), (frozen, warm), (dense, sparse) = [map(float, pair) for pair in losses]
+    assert random_keys > 2 and frozen < 1.6 and sparse < 1.6
+    assert warm < frozen + 0.05 and sparse < dense + 0.05
+    assert "recall of mass, steps 160 to 239" in printed  # the plot in the terminal
 
 
 def test_the_example_learns_to_copy(capsys):

@@ -87,11 +87,13 @@ def calls(x: Inputs) -> dict[str, list[tuple]]:
             (*attention, None, None, x.lse, SCALE),
             (*attention, x.lengths, x.sink, x.lse, SCALE, 2),
         ],
+        "index_target_added": [(*attention, x.lengths, x.sink, x.lse, x.target, SCALE, 2)],
         "index_loss": [
             (x.indices, None, x.scores, x.target),
             (x.indices, x.lengths, x.scores, x.target),
         ],
         "dense_index_loss_forward": [(*dense, SCALE)],
+        "dense_index_loss_given_lse": [(*dense, x.lse, SCALE)],
         "dense_index_loss_backward": [(*dense, x.lse, x.d_loss, SCALE)],
         "quantize_fp8": [(x.q,), (x.kv, True)],
     }

@@ -61,6 +61,12 @@ def ranks(request, tmp_path_factory):
         yield started
 
 
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    with Ranks(4, str(tmp_path_factory.mktemp("ranks") / "store")) as started:
+        yield started
+
+
 def whole(results: list[dict[str, Any]], name: str, rows: str = "rows") -> torch.Tensor:
     """The rows of all ranks in global order; asserts that every row is present once."""
     order = torch.cat([result[rows] for result in results]).long()
@@ -196,6 +202,52 @@ def test_warm_up(ranks, regather):
         for part in ("loss", "d_index_q", "d_weights"):
             assert_equal(whole(results, part), expected[part])
         assert_within(whole(results, "d_index_k"), expected["d_index_k"].double(), GRAD_LIMIT[f32])
+
+
+def _rows_and_heads(batch: Batch, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A layer on 2 x 2 ranks: rank 2 r + h has half r of the rows and half h of the heads."""
+    row, head = divmod(dist.get_rank(), 2)
+    row_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    head_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    packing = batch.packing(group=row_groups[head])
+    leaves = _leaves(packing, batch.tokens, dtype)
+    leaves["q"] = leaves["q"].detach()[:, head : head + 1].contiguous().requires_grad_()
+    d_out = leaves.pop("d_out")[:, head : head + 1]
+    q, kv, index_q, index_k, weights = leaves.values()
+    keys, index_keys = (winnow.gather_keys(x, packing) for x in (kv, index_k))
+    selection = winnow.index_topk(index_q, index_keys, weights, packing, topk=TOPK)
+    out, lse, _ = winnow.sparse_attention(
+        q, keys, selection.indices, v_dim=V_DIM, scale=SCALE, lengths=selection.lengths
+    )
+    loss = winnow.index_loss(
+        selection, q, keys, lse, scale=SCALE, head_group=head_groups[row], reduction="none"
+    )
+    ((out * d_out).sum() + loss.sum()).backward()
+    recall = winnow.metrics.recall_of_mass(
+        selection, q, keys, lse, scale=SCALE, head_group=head_groups[row]
+    )
+    results = {"rows": packing.rows, "out": out, "loss": loss, "recall": recall}
+    results |= {f"d_{name}": x.grad for name, x in leaves.items()}
+    return {name: x.detach() for name, x in results.items()}
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16])
+def test_rows_and_heads_split_together(four_ranks, dtype):
+    batch = BATCHES["packed"]
+    results, expected = four_ranks(_rows_and_heads, batch, dtype), _train(batch, dtype, None)
+    halves = [results[head::2] for head in range(2)]  # by heads, each with all rows
+    for half in halves:
+        assert_within(whole(half, "loss"), expected["loss"].double(), 1e-5)
+        # The selected keys are all keys of the attention that gave lse.
+        recall = whole(half, "recall")
+        assert_within(recall[recall.isfinite()], torch.ones_like(recall.double()), 1e-5)
+        for part in ("d_index_q", "d_index_k", "d_weights"):
+            assert_within(whole(half, part), expected[part].double(), GRAD_LIMIT[dtype])
+    for part in ("out", "d_q"):
+        joined = torch.cat([whole(half, part) for half in halves], 1)
+        assert_within(joined, expected[part].double(), GRAD_LIMIT[dtype])
+    d_kv = sum(whole(half, "d_kv").double() for half in halves)
+    assert_within(d_kv, expected["d_kv"].double(), GRAD_LIMIT[dtype])
 
 
 def _replay(batch: Batch, group: Any = "world") -> dict[str, torch.Tensor]:

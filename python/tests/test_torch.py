@@ -30,11 +30,14 @@ def step(q, kv, sink, w_v, index_q, index_k, weights, packing: winnow.Packing) -
     keys = torch.cat([kv, 0.5 * (kv[::2] + kv[1::2])])
     pooled = winnow.sparse_attention(q, keys, pools.indices, sink=sink, lengths=pools.lengths)
     attention = {"scale": SCALE, "sink": sink.detach()}
+    target = winnow.index_target(selection, q, kv, lse, **attention)
+    dense = (q, kv, index_q, index_k, weights, packing)
     return (
         values.square().sum()
         + pooled.out.sum()
-        + winnow.index_loss(selection, q, kv, lse, **attention)
-        + winnow.dense_index_loss(q, kv, index_q, index_k, weights, packing, **attention)
+        + winnow.index_loss(selection, q, kv, lse, target=target, **attention)
+        + winnow.dense_index_loss(*dense, **attention)
+        + winnow.dense_index_loss(*dense, lse=lse, **attention)
     )
 
 

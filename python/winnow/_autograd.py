@@ -209,29 +209,33 @@ class DenseIndexLoss(torch.autograd.Function):
         weights,
         begin,
         end,
+        lse,
         scale,
         key_offset,
         run,
         keys,
         index_keys,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         kv, kept_kv = _all_keys(kv, keys)
         index_k, kept_index_k = _all_keys(index_k, index_keys)
         rest = (weights, begin, end)
-        loss, lse = _ops.dense_index_loss_forward(
-            q, kv, sink, index_q, index_k, *rest, scale, key_offset, **forward_options(run)
-        )
+        inputs = (q, kv, sink, index_q, index_k, *rest)
+        options = (scale, key_offset)
+        if given := lse is not None:
+            loss = _ops.dense_index_loss_given_lse(*inputs, lse, *options, **forward_options(run))
+        else:
+            loss, lse = _ops.dense_index_loss_forward(*inputs, *options, **forward_options(run))
+            ctx.mark_non_differentiable(lse)
         ctx.save_for_backward(q, kept_kv, sink, index_q, kept_index_k, *rest, lse)
-        ctx.mark_non_differentiable(lse)
         ctx.scale, ctx.key_offset = scale, key_offset
         ctx.run = run
         ctx.gathering = None if keys is None else keys.gathering
         ctx.index_gathering = None if index_keys is None else index_keys.gathering
-        return loss, lse
+        return loss if given else (loss, lse)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_loss, d_lse):
+    def backward(ctx, d_loss, *d_lse):
         q, kv, sink, index_q, index_k, *others = ctx.saved_tensors
         d_index_q, d_index_k, d_weights = _ops.dense_index_loss_backward(
             q,
@@ -247,4 +251,4 @@ class DenseIndexLoss(torch.autograd.Function):
             **_backward_options(ctx.run, "dense_index_loss_backward"),
         )
         d_index_k = _local_gradient(ctx, 4, ctx.index_gathering, d_index_k, index_k)
-        return None, None, None, d_index_q, d_index_k, d_weights, *[None] * 7
+        return None, None, None, d_index_q, d_index_k, d_weights, *[None] * 8

@@ -186,14 +186,15 @@ def index_loss(x: Batch) -> Iterator[Comparison]:
 @_checked
 def dense_index_loss(x: Batch) -> Iterator[Comparison]:
     names = "index_q index_k weights"
-    actual = functional.dense_index_loss(
-        *x.of(f"q kv {names}"), x.packing, scale=_SCALE, reduction="sum", backend=x.backend
-    )
-    expected = reference.dense_index_loss(*x.exact_of(f"q kv {names}"), *x.windows, scale=_SCALE)[
-        0
-    ].sum()
+    options = {"scale": _SCALE, "reduction": "sum", "backend": x.backend}
+    inputs = (*x.of(f"q kv {names}"), x.packing)
+    actual = functional.dense_index_loss(*inputs, **options)
+    rows, lse = reference.dense_index_loss(*x.exact_of(f"q kv {names}"), *x.windows, scale=_SCALE)
+    expected = rows.sum()
     yield Comparison("loss", actual, expected, 1e-4)
     yield from x.gradients(names, actual, expected)
+    given = functional.dense_index_loss(*inputs, lse=lse.to(x.inputs["weights"]), **options)
+    yield Comparison("loss, given lse", given, expected, 1e-4)
 
 
 @_checked

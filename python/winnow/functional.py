@@ -39,6 +39,7 @@ __all__ = [
     "Selection",
     "dense_index_loss",
     "index_loss",
+    "index_target",
     "index_topk",
     "quantize_fp8",
     "sparse_attention",
@@ -232,6 +233,47 @@ def value_projection(
     return _autograd.ValueProjection.apply(out, w_v, _autograd.Run(backend, kernel, deterministic))
 
 
+def index_target(
+    selection: Selection,
+    q: Array,
+    kv: Array | Keys,
+    lse: Array,
+    *,
+    scale: float,
+    sink: Array | None = None,
+    key_offset: int = 0,
+    target: Array | None = None,
+    backend: str | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """The attention probabilities of the selected keys, summed over heads; not differentiable.
+
+    Returns [tokens, topk], as lse: not normalised, and 0 in slots without a key. Layers that share
+    one selection sum theirs: each passes the result on as `target`, and the last layer passes it to
+    index_loss, which normalises once.
+
+    Args:
+        selection, q, kv, lse, scale, sink, key_offset: as for index_loss.
+        target: [tokens, topk], as lse: the result is added to it. The tensor itself stays as it is.
+    """
+    q, kv = tensor("index_target", "q", q), _values("index_target", "kv", kv)
+    lse = tensor("index_target", "lse", lse)
+    sink = optional_tensor("index_target", "sink", sink)
+    target = optional_tensor("index_target", "target", target)
+    check_size("index_target", "key_offset", key_offset, 0)
+    run = _autograd.Run(backend, kernel)
+    with torch.no_grad():
+        return _index_target(selection, q, kv, lse, sink, target, scale, key_offset, run)
+
+
+def _index_target(selection, q, kv, lse, sink, target, scale, key_offset, run) -> Tensor:
+    inputs = (q, kv, selection.indices, selection.lengths, sink, lse)
+    options = _autograd.forward_options(run)
+    if target is None:
+        return _ops.index_target(*inputs, scale, key_offset, **options)
+    return _ops.index_target_added(*inputs, target, scale, key_offset, **options)
+
+
 def index_loss(
     selection: Selection,
     q: Array,
@@ -241,6 +283,7 @@ def index_loss(
     scale: float,
     sink: Array | None = None,
     key_offset: int = 0,
+    target: Array | None = None,
     head_group: Any = None,
     reduction: str = "mean",
     backend: str | None = None,
@@ -259,6 +302,8 @@ def index_loss(
         scale: as given to attention.
         sink: [heads], as given to attention.
         key_offset: the row of kv at which the indexer's keys begin.
+        target: [tokens, topk], the sum of index_target over the other layers that use this
+            selection; the target of this layer is added to it.
         head_group: a torch.distributed group over whose ranks the heads are split.
         reduction: of the loss per row, see above.
     """
@@ -267,14 +312,13 @@ def index_loss(
     q, kv = tensor("index_loss", "q", q), _values("index_loss", "kv", kv)
     lse = tensor("index_loss", "lse", lse)
     sink = optional_tensor("index_loss", "sink", sink)
+    target = optional_tensor("index_loss", "target", target)
     indices, scores, lengths = selection
     if scores is None:
         raise ValueError("index_loss: selection without scores: must come with scores")
     run = _autograd.Run(backend, None)
     with torch.no_grad():
-        target = _ops.index_target(
-            q, kv, indices, lengths, sink, lse, scale, key_offset, **_autograd.forward_options(run)
-        )
+        target = _index_target(selection, q, kv, lse, sink, target, scale, key_offset, run)
         if head_group is not None:
             torch.distributed.all_reduce(target, group=head_group)
     loss = _autograd.IndexLoss.apply(scores, target, indices, lengths, run)
@@ -297,6 +341,7 @@ def dense_index_loss(
     *,
     scale: float,
     sink: Array | None = None,
+    lse: Array | None = None,
     ratio: int = 1,
     key_offset: int = 0,
     reduction: str = "mean",
@@ -317,6 +362,8 @@ def dense_index_loss(
         weights: [tokens, index_heads].
         packing, ratio: define the window of every row in the indexer's keys.
         scale, sink: as given to attention.
+        lse: [tokens, heads], as sink, natural log: of the keys of the attention that the model
+            computed, if it has it; without it, it is computed first.
         reduction: of the loss per row, see above. Rows with fewer than two keys do not count.
     """
     one_of("dense_index_loss", "reduction", reduction, _REDUCTIONS)
@@ -325,11 +372,13 @@ def dense_index_loss(
     kv, keys = _keys("dense_index_loss", "kv", kv)
     index_k, index_keys = _keys("dense_index_loss", "index_k", index_k)
     sink = optional_tensor("dense_index_loss", "sink", sink)
+    lse = optional_tensor("dense_index_loss", "lse", lse)
     _check_rows("dense_index_loss", packing, q)
     check_size("dense_index_loss", "key_offset", key_offset, 0)
     begin, end = packing.windows(ratio)
     _check_keys("dense_index_loss", "index_k", packing, ratio, index_k, index_keys)
-    loss, lse = _autograd.DenseIndexLoss.apply(
+    given = None if lse is None else lse.detach()
+    results = _autograd.DenseIndexLoss.apply(
         q,
         kv,
         sink,
@@ -338,12 +387,14 @@ def dense_index_loss(
         weights,
         begin,
         end,
+        given,
         scale,
         key_offset,
         _autograd.Run(backend, kernel, deterministic),
         keys,
         index_keys,
     )
+    loss, lse = results if given is None else (results, given)
     if reduction != "mean":
         return loss if reduction == "none" else loss.sum()
     counts = end - begin >= 2

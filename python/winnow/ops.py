@@ -387,6 +387,17 @@ def index_target(q, kv, indices, lengths, sink, lse, scale, key_offset=0) -> Out
 
 
 @_operator(
+    "Tensor q, Tensor kv, Tensor indices, Tensor? lengths, Tensor? sink, Tensor lse, "
+    "Tensor target, float scale, SymInt key_offset=0",
+    "Tensor",
+    struct="index_target",
+    accumulate=True,
+)
+def index_target_added(q, kv, indices, lengths, sink, lse, target, scale, key_offset=0) -> Outputs:
+    return {"target": target.clone(memory_format=torch.contiguous_format)}
+
+
+@_operator(
     "Tensor indices, Tensor? lengths, Tensor scores, Tensor target",
     "(Tensor loss, Tensor d_scores)",
 )
@@ -407,6 +418,19 @@ def dense_index_loss_forward(
         "loss": q.new_empty(size=q.shape[:1], dtype=dtype),
         "lse": q.new_empty(size=q.shape[:-1], dtype=dtype),
     }
+
+
+@_operator(
+    "Tensor q, Tensor kv, Tensor? sink, Tensor index_q, Tensor index_k, Tensor weights, "
+    "Tensor begin, Tensor end, Tensor lse, float scale, SymInt key_offset=0",
+    "Tensor",
+    struct="dense_index_loss_forward",
+    lse_given=True,
+)
+def dense_index_loss_given_lse(
+    q, kv, sink, index_q, index_k, weights, begin, end, lse, scale, key_offset=0
+) -> Outputs:
+    return {"loss": q.new_empty(size=q.shape[:1], dtype=_accumulator(q))}
 
 
 @_operator(

@@ -2,9 +2,9 @@
 // The indexer's warm-up loss: its scores against dense attention over the window of each query row.
 //
 // A task is one query row and goes through its window in blocks of keys. The attention logits are
-// computed once if those of a whole window fit into the workspace, else recomputed once lse is
-// known. Backward turns the windows of a chunk of rows into index lists with d_scores, for which
-// index_gradient computes the gradients.
+// computed once if lse is given or if those of a whole window fit into the workspace, else
+// recomputed once lse is known. Backward turns the windows of a chunk of rows into index lists with
+// d_scores, for which index_gradient computes the gradients.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -48,10 +48,10 @@ struct DenseRowPlan {
   }
 };
 
-/// Keeps the products of whole windows if half of the workspace limit has room for them on every
-/// lane.
-template <class Args>
-DenseRowPlan plan_dense_row(const Args& args, const Execution& execution) {
+/// Keeps the products of whole windows from lse to target if half of the workspace limit has room
+/// for them on every lane.
+inline DenseRowPlan plan_dense_row(const DenseIndexLossForward& args, const Execution& execution) {
+  if (args.lse_given) return DenseRowPlan(args, 0);
   const DenseRowPlan keeps_all(args, args.index_k.shape[0]);
   const std::size_t bytes = keeps_all.bytes() * static_cast<std::size_t>(thread_count(execution));
   return bytes <= execution.workspace_limit / 2 ? keeps_all : DenseRowPlan(args, 0);
@@ -185,7 +185,7 @@ void dense_forward_row(const DenseIndexLossForward& args, const DenseRowPlan& pl
                        Scratch scratch) {
   DenseRow row(args, plan, t, scratch);
   const std::span<float> d_scores = scratch.take<float>(plan.keys);
-  row.compute_lse(static_cast<float*>(row_of(args.lse, t)), scratch);
+  if (!args.lse_given) row.compute_lse(static_cast<float*>(row_of(args.lse, t)), scratch);
   View<float, 1>(args.loss)(t) = row.divergence_and_gradient(d_scores.data());
 }
 
@@ -274,10 +274,8 @@ IndexGradientPlan gradient_plan(const DenseIndexLossBackward& args, const DenseB
 }
 
 DenseBackwardPlan::DenseBackwardPlan(const DenseIndexLossBackward& args, const Execution& execution)
-    : width(std::max<std::int64_t>(args.index_k.shape[0], 1)),
-      row(plan_dense_row(args, execution)) {
-  const std::size_t others =
-      std::max(DenseRowPlan(args, 0).bytes(), gradient_plan(args, *this, execution).min_bytes);
+    : width(std::max<std::int64_t>(args.index_k.shape[0], 1)), row(args, 0) {
+  const std::size_t others = std::max(row.bytes(), gradient_plan(args, *this, execution).min_bytes);
   min_bytes = row_bytes() + others;
   const std::size_t limit = execution.workspace_limit;
   const std::size_t for_lists = std::min(limit / 4, limit - std::min(limit, others));

@@ -37,7 +37,7 @@ void target_row(const IndexTarget& args, const RowProductsPlan& plan, std::int64
   products.load(args.q, t);
   load_log_sums(args.lse, args.sink, t, products);
 
-  std::fill_n(target, topk, 0.0f);
+  if (!args.accumulate) std::fill_n(target, topk, 0.0f);
   std::int32_t block_keys[kKeyBlock];
   std::int64_t slots[kKeyBlock];
   for (std::int64_t j = 0; j < length;) {
@@ -50,7 +50,7 @@ void target_row(const IndexTarget& args, const RowProductsPlan& plan, std::int64
     if (count == 0) continue;
     products.multiply_gathered(kv, block_keys, count);
     for (std::int64_t i = 0; i < count; ++i)
-      target[slots[i]] = target_of_key(products, i, args.scale);
+      target[slots[i]] += target_of_key(products, i, args.scale);
   }
 }
 

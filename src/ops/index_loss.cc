@@ -23,7 +23,7 @@ void check_attention_sizes(const Check& check) {
   check.dim_in_range("keys", 0, kMaxInt32);
 }
 
-/// What forward and backward share; lse is an output of the one and an input of the other.
+/// What forward and backward share; lse is an input of backward, and of forward if it is given.
 template <class Args>
 void check_dense(Check& check, const Args& args, bool writes_lse) {
   check.input("q", args.q, {"tokens", "heads", "qk_dim"}, kActivationTypes);
@@ -82,7 +82,7 @@ Checked<IndexLoss> checked(const IndexLoss& args) {
 
 Checked<DenseIndexLossForward> checked(const DenseIndexLossForward& args) {
   Check check(DenseIndexLossForward::kOperator);
-  check_dense(check, args, true);
+  check_dense(check, args, !args.lse_given);
   check.output("loss", args.loss, {"tokens"}, {accumulation_type(args.q.dtype)});
   return {args, check.device()};
 }
@@ -97,6 +97,12 @@ Checked<DenseIndexLossBackward> checked(const DenseIndexLossBackward& args) {
   check.output("d_index_k", args.d_index_k, {"index_keys", "index_dim"},
                {accumulation, args.q.dtype});
   return {args, check.device()};
+}
+
+bool is_written(const DenseIndexLossForward& args,
+                const Field<DenseIndexLossForward, Tensor>& field) {
+  if (args.lse_given && field.member == &DenseIndexLossForward::lse) return false;
+  return field.role == FieldRole::output;
 }
 
 template struct Operator<IndexTarget>;

@@ -63,8 +63,8 @@ class DenseRow {
     return lse_;
   }
 
-  /// Returns the KL divergence of the row, given lse, and keeps its gradient for d_score().
-  double divergence_and_gradient(std::span<const double> lse) {
+  /// Returns the KL divergence of the row, given lse(), and keeps its gradient for d_score().
+  double divergence_and_gradient() {
     for (std::size_t i = 0; i < size_; ++i) {
       const std::int64_t s = begin_ + static_cast<std::int64_t>(i);
       index_.load_key(s);
@@ -73,7 +73,7 @@ class DenseRow {
       target_[i] = 0;
       for (std::int64_t h = 0; h < heads_; ++h) {
         const double sink = args_.sink ? read(args_.sink, {h}) : kMinusInfinity;
-        target_[i] += probability(logit(h), log_add_exp(lse[h], sink));
+        target_[i] += probability(logit(h), log_add_exp(lse_[h], sink));
       }
     }
     return divergence(scores_.first(size_), target_.first(size_), d_scores_.first(size_));
@@ -102,7 +102,7 @@ using BackwardRow = DenseRow<DenseIndexLossBackward>;
 void load_gradient(const DenseIndexLossBackward& args, std::int64_t t, BackwardRow& dense) {
   dense.load(t);
   read_row(args.lse, {t}, dense.lse());
-  dense.divergence_and_gradient(dense.lse());
+  dense.divergence_and_gradient();
 }
 
 }  // namespace
@@ -116,9 +116,12 @@ void run(const DenseIndexLossForward& args, const Execution& execution) {
                [&](std::int64_t t, Scratch scratch) {
                  ForwardRow dense(args, scratch);
                  dense.load(t);
-                 const std::span<const double> lse = dense.compute_lse();
-                 write_row(args.lse, {t}, lse);
-                 write(args.loss, {t}, dense.divergence_and_gradient(lse));
+                 if (args.lse_given) {
+                   read_row(args.lse, {t}, dense.lse());
+                 } else {
+                   write_row(args.lse, {t}, dense.compute_lse());
+                 }
+                 write(args.loss, {t}, dense.divergence_and_gradient());
                });
 }
 

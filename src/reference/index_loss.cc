@@ -34,7 +34,8 @@ void run(const IndexTarget& args, const Execution& execution) {
                  }
                  for (std::int64_t j = 0; j < args.indices.shape[1]; ++j) {
                    const std::int64_t i = slots.key(t, j);
-                   double target = 0;
+                   if (args.accumulate && i == kNoKey) continue;
+                   double target = args.accumulate ? read(args.target, {t, j}) : 0;
                    if (i != kNoKey) {
                      read_row(args.kv, {args.key_offset + i}, key);
                      for (std::int64_t h = 0; h < heads; ++h) {

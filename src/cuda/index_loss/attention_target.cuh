@@ -14,10 +14,11 @@ struct AttentionTarget {
   Tensor lse;   // [tokens, heads]
   float scale;
   SlotLists slots;
-  HeadSums target;  // [tokens, slots]
+  HeadSums target;          // [tokens, slots]
+  bool accumulate = false;  // to what target holds
 };
 
-/// Computes target[t, j] = sum_h p[t, h, j].
+/// Computes target[t, j] = sum_h p[t, h, j], or adds that to it.
 void sum_probabilities(const AttentionTarget& call, cudaStream_t stream);
 
 }  // namespace winnow::cuda

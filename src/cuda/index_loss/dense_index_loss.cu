@@ -2,13 +2,13 @@
 // The warm-up loss: the indexer against dense attention over every row's window, in steps that the
 // other ops for training the indexer share.
 // clang-format off
-//   forward   The lse of attention over the window; then, for some rows at a time, target and
+//   forward   The lse of attention over the window, unless it is given; then, for some rows at a time, target and
 //             scores of all keys of their windows in the workspace, and the divergence of both.
 //   backward  Target and scores likewise, from the given lse; d_scores in place of the scores; the
 //             indexer's gradients from them.
 // clang-format on
-// Forward computes the products of attention twice, backward once. A row needs 8 bytes of workspace
-// a key; its bits do not depend on how many rows fit.
+// Forward computes the products of attention twice, with a given lse once, as backward does. A row
+// needs 8 bytes of workspace a key; its bits do not depend on how many rows fit.
 #include <algorithm>
 #include <cmath>
 
@@ -287,10 +287,7 @@ std::string why_not(const DenseIndexLossForward& args, const Execution& executio
   return over_limit(cuda::workspace_bytes(args, execution), execution);
 }
 
-void run(const DenseIndexLossForward& args, const Execution& execution) {
-  const DeviceGuard guard(args.q.device);
-  Workspace workspace(execution, cuda::workspace_bytes(args, execution));
-  const cudaStream_t stream = execution.stream;
+void compute_lse(const DenseIndexLossForward& args, cudaStream_t stream) {
   for_each_pass(args.q, args.kv, windows_of(args, args.key_offset),
                 [&]<class T, int kHeads>(const HeadOperands& operands, std::int64_t first_head) {
                   launch(dense_lse_kernel<T, kHeads>,
@@ -301,6 +298,13 @@ void run(const DenseIndexLossForward& args, const Execution& execution) {
                          operands, data_of<float>(args.lse) + first_head, args.lse.stride[0],
                          args.scale);
                 });
+}
+
+void run(const DenseIndexLossForward& args, const Execution& execution) {
+  const DeviceGuard guard(args.q.device);
+  Workspace workspace(execution, cuda::workspace_bytes(args, execution));
+  const cudaStream_t stream = execution.stream;
+  if (!args.lse_given) compute_lse(args, stream);
 
   const std::int64_t tokens = args.q.shape[0];
   const std::int64_t most_rows = rows_within(args, execution.workspace_limit);

@@ -48,7 +48,8 @@ void sum_probabilities(const AttentionTarget& call, cudaStream_t stream) {
                                          .sink = sink != nullptr ? sink + first_head : nullptr,
                                          .lse_stride = call.lse.stride[0],
                                          .scale = call.scale};
-                  sum_heads<T, kHeads>(operands, call.target, term, first_head > 0, stream);
+                  sum_heads<T, kHeads>(operands, call.target, term,
+                                       call.accumulate || first_head > 0, stream);
                 });
 }
 
@@ -73,7 +74,8 @@ void run(const IndexTarget& args, const Execution& execution) {
                                .key_offset = args.key_offset},
                      .target = {.data = data_of<float>(args.target),
                                 .stride = args.target.stride[0],
-                                .fills_rows = true}},
+                                .fills_rows = true},
+                     .accumulate = args.accumulate},
                     execution.stream);
 }
 
