@@ -68,8 +68,8 @@ NamedLimit named_limit(const std::string& reason) {
 // of attention, and no workspace has room for one.
 TEST(Workspace, OfAnIndexersStepHasNoRoomForGradientsOfAttention) {
   const harness::Case c{.name = "frozen model",
-                        .tokens = 256,
-                        .rows = 2048,
+                        .tokens = 128,
+                        .rows = 1024,
                         .documents = 1,
                         .heads = 8,
                         .qk_dim = 512,
@@ -86,7 +86,7 @@ TEST(Workspace, OfAnIndexersStepHasNoRoomForGradientsOfAttention) {
     dense.lse.upload(Values(static_cast<std::size_t>(c.tokens * c.heads), 7.0));
     CallersMemory memory{.device = placement.device};
     const Execution execution{.backend = backend,
-                              .workspace_limit = std::size_t{1} << 20,
+                              .workspace_limit = std::size_t{1} << 19,
                               .allocate = CallersMemory::allocate,
                               .allocate_context = &memory};
     const auto run_indexer = [&]<class Args>(const Args& args) {
