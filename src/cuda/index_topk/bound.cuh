@@ -53,11 +53,13 @@ struct Range {
   __device__ bool is_empty() const { return low > high; }
 };
 
+/// Parts are aligned, so that a load of four words of one does not read another, which racecheck
+/// takes for a race.
 struct SharedStorage {
   alignas(16) std::uint32_t bins[kBins + 1];  // the last one counts NaN
-  std::uint32_t warp_sums[kWarps];
-  Range warp_ranges[kWarps];
-  std::uint32_t bin, above, of_bin;
+  alignas(16) std::uint32_t warp_sums[kWarps];
+  alignas(16) Range warp_ranges[kWarps];
+  alignas(16) std::uint32_t bin, above, of_bin;
   std::uint32_t few;
   Quantile quantile;
 };
