@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A drop-in replacement for the sparse-attention kernels of NeMo Automodel.
 
+    winnow.automodel.install()
+
+puts winnow behind the names of Automodel's own modules, and `uninstall` takes it back. Or one
+import at a time:
+
     from winnow.automodel import tilelang_indexer_topk, tilelang_sparse_attention
 
 replaces the import from ``nemo_automodel.components.models.glm_moe_dsa.optimized_kernels``, and
@@ -40,6 +45,7 @@ from winnow.automodel_glm import (  # noqa: F401
     tilelang_indexer_topk,
     tilelang_sparse_attention,
 )
+from winnow.automodel_install import install, uninstall  # noqa: F401
 from winnow.automodel_v4 import (  # noqa: F401
     DeepSeekV4SparseAttention,
     DeepSeekV4SparseAttentionHeadChunked,
