@@ -70,14 +70,16 @@ def install() -> list[str]:
     have, is left out; ImportError if none can. Calling it again has the same effect.
     """
     uninstall()
-    modules, reasons = {}, []
+    modules, reasons = {}, {}
     for name in _REPLACED:
         try:
             modules[name] = importlib.import_module(_MODELS + name)
         except ImportError as error:
-            reasons.append(f"{_MODELS}{name} ({error})")
+            reasons[str(error)] = None
     if not modules:
-        raise ImportError(f"winnow.automodel.install: cannot import {', '.join(reasons)}")
+        raise ImportError(
+            f"winnow.automodel.install: Automodel cannot be imported: {', '.join(reasons)}"
+        )
     for name, module in modules.items():
         for source, *functions in _REPLACED[name]:
             for function in functions:
