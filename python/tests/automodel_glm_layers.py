@@ -189,6 +189,48 @@ class TestGlm:
         assert_equal(metadata.valid_row_indices.cpu(), PADDED_ROWS)
 
     @pytest.mark.parametrize("attn", ["tilelang", "cudnn"])
+    def test_model_whose_layers_share_a_selection(self, attn, unrounded):
+        """Batches as Automodel passes them: tokens, and a mask of padding."""
+        ids = torch.randint(0, 50, (59,), generator=torch.Generator().manual_seed(5)).to(DEVICE)
+        models = {name: self.model(name) for name in ("sdpa", attn)}
+        expected = torch.cat(
+            [
+                models["sdpa"](
+                    document[None], position_ids=torch.arange(len(document), device=DEVICE)[None]
+                )[0][0]
+                for document in ids.split(LENGTHS)
+            ]
+        )
+        padded = torch.zeros(72, dtype=ids.dtype, device=DEVICE)
+        padded[PADDED_ROWS] = ids
+        positions = torch.zeros(72, dtype=torch.int64)
+        positions[PADDED_ROWS] = POSITIONS
+        padding = torch.ones(72, dtype=torch.bool, device=DEVICE)
+        padding[PADDED_ROWS] = False
+        out, _ = models[attn](
+            padded,
+            position_ids=positions.to(DEVICE),
+            padding_mask=padding,
+            qkv_format="thd",
+            cu_seqlens=OFFSETS,
+            cu_seqlens_padded=PADDED,
+        )
+        assert_within(out[PADDED_ROWS].detach(), expected.detach().to(torch.float64), LIMIT)
+
+    def model(self, attn: str) -> torch.nn.Module:
+        config = glm_config(f32, 512, 64)
+        config.num_hidden_layers = 2
+        config.mlp_layer_types = ["dense", "dense"]
+        config.indexer_types = ["full", "shared"]
+        config.vocab_size, config.intermediate_size = 50, 64
+        model = glm_model.GlmMoeDsaModel(config, backend(attn))
+        torch.manual_seed(6)
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        return model.to(DEVICE)
+
+    @pytest.mark.parametrize("attn", ["tilelang", "cudnn"])
     def test_compiled_whole(self, attn):
         config = glm_config(bf16, 512, 64)
         layer, x, d_out = glm_layer(attn, config), input_of(59).to(bf16), input_of(59, 3).to(bf16)
