@@ -35,21 +35,25 @@ def ints(*values, dtype=torch.int32) -> torch.Tensor:
             {"query_indices": None, "cu_seqlens_padded": None},
         ),
         ("tilelang_sparse_attention", "q kv_latent topk_indices w_vc softmax_scale", {}),
-        ("sparse_attn_tilelang", "q kv attn_sink topk_idxs sm_scale", {"sm_scale": None}),
+        (
+            "sparse_attn_tilelang",
+            "q kv attn_sink topk_idxs sm_scale reference_rounding",
+            {"sm_scale": None, "reference_rounding": False},
+        ),
         (
             "sparse_attn_tilelang_head_chunked",
-            "q kv attn_sink topk_idxs max_heads_per_kernel sm_scale",
-            {"sm_scale": None},
+            "q kv attn_sink topk_idxs max_heads_per_kernel sm_scale reference_rounding",
+            {"sm_scale": None, "reference_rounding": False},
         ),
         (
             "DeepSeekV4SparseAttention.forward",
-            "ctx q kv attn_sink topk_idxs sm_scale",
-            {"sm_scale": None},
+            "ctx q kv attn_sink topk_idxs sm_scale reference_rounding",
+            {"sm_scale": None, "reference_rounding": False},
         ),
         (
             "DeepSeekV4SparseAttentionHeadChunked.forward",
-            "ctx q kv attn_sink topk_idxs max_heads_per_kernel sm_scale",
-            {"sm_scale": None},
+            "ctx q kv attn_sink topk_idxs max_heads_per_kernel sm_scale reference_rounding",
+            {"sm_scale": None, "reference_rounding": False},
         ),
         ("DeepSeekV4SparseAttention.backward", "ctx grad_output", {}),
         ("DeepSeekV4SparseAttentionHeadChunked.backward", "ctx grad_output", {}),
@@ -67,8 +71,9 @@ def test_signatures(name, parameters, defaults):
 
 
 def test_words_of_backends():
-    assert get_args(automodel.DsaIndexerBackend) == ("torch", "tilelang", "auto")
-    assert get_args(automodel.DsaSparseAttentionBackend) == ("torch", "tilelang", "auto")
+    words = ("torch", "tilelang", "cudnn", "auto")
+    assert get_args(automodel.DsaIndexerBackend) == words
+    assert get_args(automodel.DsaSparseAttentionBackend) == words
 
 
 class TestDispatch:
@@ -92,8 +97,9 @@ class TestDispatch:
             require_bf16=require_bf16,
         )
 
-    def test_torch_never(self):
-        assert not self.decide("torch", torch.zeros(1))
+    @pytest.mark.parametrize("backend", ["torch", "cudnn"])
+    def test_other_paths_never(self, backend):
+        assert self.decide(backend, torch.zeros(1)) is False
 
     def test_cpu_tensors_take_the_fast_path(self):
         assert self.decide("auto", torch.zeros(1)) and self.decide("tilelang", torch.zeros(1))
@@ -117,8 +123,18 @@ class TestDispatch:
         assert self.decide("tilelang", torch.zeros(1, dtype=bf16), require_bf16=True)
 
     def test_unknown_words_are_refused(self):
-        with pytest.raises(ValueError, match="backend 'cudnn': must be one of torch, tilelang"):
-            self.decide("cudnn")
+        message = "backend 'flash': must be one of torch, tilelang, cudnn, auto"
+        with pytest.raises(ValueError, match=message):
+            self.decide("flash")
+
+    def test_dynamo_traces_the_decision(self):
+        """It asks the library, whose functions Dynamo cannot trace."""
+
+        def layer(x):
+            return x + 1 if self.decide("tilelang", x) else x
+
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        assert compiled(torch.zeros(2)).tolist() == [1, 1]
 
 
 class TestWindows:
@@ -178,6 +194,55 @@ class TestIndexerTopk:
             q, k, weights, ints(0, 2, 5).long(), 4, rows.long(), padded.long()
         )
         assert_equal(again, actual)
+
+    def test_query_rows_with_a_batch_dimension(self):
+        tensors = indexer(Random(2), 4, 8)
+        rows = ints(1, 3, 4, 6)
+        expected = automodel.tilelang_indexer_topk(*tensors, ints(0, 2, 8), 4, rows)
+        assert_equal(
+            automodel.tilelang_indexer_topk(*tensors, ints(0, 2, 8), 4, rows[None]), expected
+        )
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"cu_seqlens": ints(0, 9)}, "cu_seqlens ends at 9: must be at most 8, the tokens of"),
+            (
+                {"cu_seqlens_padded": ints(0, 10)},
+                "cu_seqlens_padded ends at 10: must be at most 8, the tokens of the batch",
+            ),
+            (
+                {"cu_seqlens": ints(0, 9), "query_indices": ints(*range(8))},
+                "cu_seqlens ends at 9: must be at most 8",
+            ),
+            (
+                {"cu_seqlens": torch.tensor([0.0, 8.0])},
+                "cu_seqlens has dtype torch.float32: must be int32 or int64",
+            ),
+            (
+                {"query_indices": torch.arange(8.0)},
+                "query_indices has dtype torch.float32: must be int32 or int64",
+            ),
+        ],
+    )
+    def test_refusals(self, changes, message):
+        q, k, weights = indexer(Random(2), 8, 8)
+        call = {"index_q": q, "index_k": k, "head_weights": weights}
+        call |= {"cu_seqlens": ints(0, 8), "index_topk": 4}
+        automodel.tilelang_indexer_topk(**call)
+        with pytest.raises(ValueError, match=f"^tilelang_indexer_topk: {message}"):
+            automodel.tilelang_indexer_topk(**call | changes)
+
+    def test_a_float_is_no_number_of_keys(self):
+        tensors = indexer(Random(2), 8, 8)
+        message = "^tilelang_indexer_topk: index_topk 2.0: must be an integer"
+        with pytest.raises(TypeError, match=message):
+            automodel.tilelang_indexer_topk(*tensors, ints(0, 8), 2.0)
+
+    def test_keys_of_other_ranks_may_lie_past_the_queries(self):
+        q, k, weights = indexer(Random(2), 4, 8)
+        rows = ints(4, 5, 6, 7)
+        assert automodel.tilelang_indexer_topk(q, k, weights, ints(0, 8), 4, rows).amax() > 3
 
     def test_equal_offsets_are_no_padding(self):
         tensors = indexer(Random(3), 16, 16)
@@ -288,18 +353,48 @@ class TestSparseAttention:
             assert t.grad.isfinite().all()
         assert not inputs["latent"].grad[1:].any()
 
+    call = {
+        "q": torch.ones(4, 2, 24),
+        "kv_latent": torch.ones(4, 1, 24),
+        "topk_indices": torch.zeros(4, 1, 2).int(),
+        "w_vc": torch.ones(2, 8, 16),
+        "softmax_scale": 1.0,
+    }
+
     @pytest.mark.parametrize("name", ["kv_latent", "topk_indices"])
     def test_layouts_are_checked(self, name):
-        call = {
-            "q": torch.zeros(4, 2, 24),
-            "kv_latent": torch.zeros(4, 1, 24),
-            "topk_indices": torch.zeros(4, 1, 2).int(),
-            "w_vc": torch.zeros(2, 8, 16),
-            "softmax_scale": 1.0,
-        }
-        automodel.tilelang_sparse_attention(**call)
+        automodel.tilelang_sparse_attention(**self.call)
         with pytest.raises(ValueError, match=rf"{name} \[4, \d+\]: must be \[rows, 1, width\]"):
-            automodel.tilelang_sparse_attention(**call | {name: call[name][:, 0]})
+            automodel.tilelang_sparse_attention(**self.call | {name: self.call[name][:, 0]})
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            (
+                {"topk_indices": torch.zeros(4, 1, 2)},
+                "topk_indices has dtype torch.float32: must be int32 or int64",
+            ),
+            (
+                {"topk_indices": torch.zeros(4, 1, 2).bool()},
+                "topk_indices has dtype torch.bool: must be int32 or int64",
+            ),
+            ({"softmax_scale": None}, "softmax_scale None: must be given, it has no default"),
+            (
+                {"w_vc": torch.zeros(2, 8, 32)},
+                r"w_vc \[2, 8, 32\]: its last dimension must be at most 24, the channels of q",
+            ),
+        ],
+    )
+    def test_refusals(self, changes, message):
+        with pytest.raises(ValueError, match=f"^tilelang_sparse_attention: {message}"):
+            automodel.tilelang_sparse_attention(**self.call | changes)
+
+    def test_no_index_of_64_bits_wraps_around(self):
+        """2**32 would be key 0 in 32 bits."""
+        indices = torch.full((4, 1, 2), 2**32)
+        indices[0] = 1
+        out = automodel.tilelang_sparse_attention(**self.call | {"topk_indices": indices})
+        assert out[0].any() and not out[1:].any()
 
 
 def v4_inputs(random: Random, batch, tokens, keys, heads, dim, topk, dtype=f32):
@@ -404,8 +499,10 @@ class TestDeepSeekV4:
 
         plain = gradients(automodel.DeepSeekV4SparseAttention)
         assert len(plain) == 5 and plain[3:] == (None, None)
+        assert len(gradients(automodel.DeepSeekV4SparseAttention, None, True)) == 6
         chunked = gradients(automodel.DeepSeekV4SparseAttentionHeadChunked, 1)
         assert len(chunked) == 6 and chunked[3:] == (None, None, None)
+        assert len(gradients(automodel.DeepSeekV4SparseAttentionHeadChunked, 1, None, True)) == 7
         for a, b, x in zip(plain[:3], chunked[:3], (q, kv, sink), strict=True):
             assert a.shape == b.shape == x.shape and a.dtype == b.dtype == x.dtype
 
@@ -439,6 +536,24 @@ class TestDeepSeekV4:
         assert_equal(out, expected)
         assert grads[2].dtype == bf16
         assert_rounded(grads[2], d_expected[2])
+
+    def test_reference_rounding_changes_nothing(self):
+        tensors = v4_inputs(Random(13), 1, 5, 6, 2, 16, 4)
+        d_out = torch.ones(1, 5, 2, 16)
+        for function, options in (
+            (automodel.sparse_attn_tilelang, (0.25,)),
+            (automodel.sparse_attn_tilelang_head_chunked, (1, 0.25)),
+        ):
+            expected, d_expected = both(function, tensors, d_out, *options)
+            out, grads = both(function, tensors, d_out, *options, True)
+            for a, b in zip((out, *grads), (expected, *d_expected), strict=True):
+                assert_equal(a, b)
+
+    def test_floats_are_no_indices(self):
+        q, kv, sink, indices = v4_inputs(Random(13), 1, 5, 6, 2, 16, 4)
+        message = "topk_idxs has dtype torch.float32: must be int32 or int64"
+        with pytest.raises(ValueError, match=message):
+            automodel.sparse_attn_tilelang(q, kv, sink, indices.float())
 
     @pytest.mark.parametrize("heads", [0, -1])
     def test_a_kernel_has_at_least_one_head(self, heads):

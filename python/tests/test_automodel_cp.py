@@ -40,11 +40,12 @@ class Mesh:
         return "group"
 
 
-def padded_batch(seq_lens: list, seq_lens_padded: list, tokens: int, **changes: Any) -> dict:
+def padded_batch(seq_lens: list, seq_lens_padded: list | None, tokens: int, **changes: Any) -> dict:
     rows = len(seq_lens)
     ids = torch.arange(rows * tokens).view(rows, tokens) + 10
     batch = {"input_ids": ids, "labels": ids + 1000, "position_ids": ids + 2000}
-    batch |= {"seq_lens": torch.tensor(seq_lens), "seq_lens_padded": torch.tensor(seq_lens_padded)}
+    batch["seq_lens"] = torch.tensor(seq_lens)
+    batch["seq_lens_padded"] = None if seq_lens_padded is None else torch.tensor(seq_lens_padded)
     return batch | changes
 
 
@@ -65,16 +66,24 @@ def made(batch: dict, size: int = 1, **options: Any) -> dict:
         ("glm_dsa_cp_enabled", "cp_group", {}),
         ("glm_dsa_cp_all_gather", "tensor dim cp_group", {}),
         ("_contiguous_cp_indices", "total_tokens cp_size cp_rank device", {}),
-        ("_slice_thd_chunk_for_cp", "chunk cp_group cp_size cp_rank padding_token_id", {}),
         (
-            "make_glm_dsa_packed_cp_batch_and_ctx",
-            "cp_mesh tp_mesh batch loss_mask padding_token_id num_chunks seq_lens_padding_value",
-            {
-                "loss_mask": None,
-                "padding_token_id": 0,
-                "num_chunks": 1,
-                "seq_lens_padding_value": FILL,
-            },
+            "_slice_thd_chunk_for_cp",
+            "chunk cp_group cp_size cp_rank padding_token_id cp_mesh",
+            {"cp_mesh": None},
+        ),
+        *(
+            (
+                name,
+                "cp_mesh tp_mesh batch loss_mask padding_token_id num_chunks "
+                "seq_lens_padding_value",
+                {
+                    "loss_mask": None,
+                    "padding_token_id": 0,
+                    "num_chunks": 1,
+                    "seq_lens_padding_value": FILL,
+                },
+            )
+            for name in (MAKE_BATCH, "shard_glm_dsa_packed_cp_batch")
         ),
         ("dsv4_cp_local_seq_multiple", "model_or_config", {}),
     ],
@@ -164,8 +173,17 @@ class TestSlice:
             self.sliced(0, input_ids=ids, padding_mask=None)
 
     def test_uneven_parts_are_refused(self):
-        with pytest.raises(ValueError, match="total_tokens 5: must be divisible by cp_size 3"):
+        message = "^_slice_thd_chunk_for_cp: tokens of input_ids 5: must be divisible by cp_size 3"
+        with pytest.raises(ValueError, match=message):
             self.sliced(input_ids=torch.arange(5))
+
+    def test_a_mesh_must_have_as_many_ranks(self):
+        arguments = (self.chunk, "group", 3, 1, 0)
+        expected = automodel._slice_thd_chunk_for_cp(*arguments)
+        shard = automodel._slice_thd_chunk_for_cp(*arguments, cp_mesh=Mesh(3))
+        assert_equal(shard["glm_dsa_cp_query_indices"], expected["glm_dsa_cp_query_indices"])
+        with pytest.raises(ValueError, match="cp_mesh of 2 ranks: must have cp_size 3"):
+            automodel._slice_thd_chunk_for_cp(*arguments, cp_mesh=Mesh(2))
 
 
 class TestBatch:
@@ -186,6 +204,29 @@ class TestBatch:
         assert shard["max_seqlen"].item() == 576
         assert shard["input_ids"].shape == shard["padding_mask"].shape == (512,)
         assert not shard["padding_mask"].any()  # padding begins at token 560, on the next rank
+
+    @pytest.mark.parametrize("key", [None, "seq_lens_padded"])  # None or absent
+    def test_without_padded_lengths_documents_follow_each_other(self, key):
+        batch = padded_batch([[4, 2], [3, FILL], [6, FILL], [1, 2]], None, 6)
+        batch["seq_lens"][1, 1] = 3
+        batch.pop(key, None)
+        shard = made(batch)
+        assert shard["cu_seqlens"].tolist() == [0, 4, 6, 9, 12, 18, 19, 21]
+        assert "cu_seqlens_padded" not in shard
+        assert shard["max_seqlen"].item() == 6
+        assert shard["padding_mask"].nonzero().flatten().tolist() == [21, 22, 23]
+        stacked = made(batch, num_chunks=2)
+        assert stacked["cu_seqlens"].tolist() == [[0, 4, 6, 9, 12], [0, 6, 7, 9, FILL]]
+        assert stacked["max_seqlen"].tolist() == [4, 6]
+        assert stacked["padding_mask"].sum().item() == 3
+
+    def test_the_layout_of_a_shard(self):
+        shard = automodel.shard_glm_dsa_packed_cp_batch
+        context, batch, layout = shard(Mesh(2), None, GOLDEN)
+        assert context is contextlib.nullcontext
+        assert_equal(batch["input_ids"], made(GOLDEN, size=2)["input_ids"])
+        assert layout == automodel.ShardLayout(padded_seq_len=12, input_row_shape=(2, 6))
+        assert shard(Mesh(2), None, GOLDEN, num_chunks=2)[2] is None
 
     def test_chunks_are_stacked(self):
         shard = made(GOLDEN, size=2, num_chunks=2)
@@ -269,7 +310,24 @@ class TestBatch:
                 f"^{MAKE_BATCH}: num_chunks 2: must divide the 3 rows of input_ids",
             ),
             (GOLDEN, {"num_chunks": 5}, "num_chunks 5: must divide the 2 rows of input_ids"),
-            (GOLDEN, {"size": 5}, "total_tokens 12: must be divisible by cp_size 5"),
+            (
+                GOLDEN,
+                {"size": 5},
+                f"^{MAKE_BATCH}: tokens of input_ids 12: must be divisible by cp_size 5",
+            ),
+            (
+                padded_batch([[7]], None, 7),
+                {"size": 2},
+                f"^{MAKE_BATCH}: tokens of input_ids 7: must be divisible by cp_size 2",
+            ),
+            (
+                padded_batch([[3, 2], [6, FILL]], None, 6),
+                {},
+                rf"^{MAKE_BATCH}: sum of seq_lens\[0\] 5: must be 6 where seq_lens_padded is None",
+            ),
+            (padded_batch([[4, 3]], None, 6), {}, r"sum of seq_lens\[0\] 7: must be 6 where"),
+            (padded_batch([[FILL]], None, 6), {}, r"sum of seq_lens\[0\] 0: must be 6 where"),
+            (padded_batch([[-1, 7]], None, 6), {}, r"seq_lens\[0\]\[0\] -1: must be at least 0"),
             (GOLDEN | {"labels": torch.zeros(2, 5)}, {}, r"labels \[2, 5\]: must be \[2, 6\]"),
             (GOLDEN | {"seq_lens_padded": torch.zeros(2, 1)}, {}, r"\[2, 1\]: must be \[2, 2\]"),
             (GOLDEN | {"seq_lens": torch.ones(2, 2)}, {}, "seq_lens: 'float' object"),

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """winnow.flash_mla against the definitions of FlashMLA."""
 
+import importlib.util
 import inspect
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
-from cases import Random, assert_near, assert_within, bf16, f32, f64, heads, seeds
+from cases import Random, assert_equal, assert_near, assert_within, bf16, f32, f64, heads, seeds
 from hypothesis import given
 from hypothesis import strategies as st
 
+from winnow import flash_mla
 from winnow.flash_mla import flash_mla_sparse_fwd
 
 
@@ -35,8 +39,9 @@ def definition(q, kv, indices, sm_scale, d_v, attn_sink=None, topk_length=None):
 
 def test_signature():
     found = inspect.signature(flash_mla_sparse_fwd).parameters
-    assert " ".join(found) == "q kv indices sm_scale d_v attn_sink topk_length"
-    assert [p.default for p in found.values()][4:] == [512, None, None]
+    names = "q kv indices sm_scale d_v attn_sink topk_length indexer_topk out unknown"
+    assert " ".join(found) == names
+    assert [p.default for p in found.values()][4:9] == [512, None, None, 0, None]
 
 
 @given(
@@ -73,10 +78,95 @@ def test_shapes_of_deepseek_v3():
         assert_near(a, b, 1e-4)
 
 
+@pytest.fixture
+def call():
+    return {
+        "q": torch.ones(4, 2, 16),
+        "kv": torch.arange(96.0).view(6, 1, 16) / 96,
+        "indices": torch.tensor([0, 3, -1]).int().expand(4, 1, 3),
+        "sm_scale": 0.5,
+        "d_v": 8,
+    }
+
+
 @pytest.mark.parametrize("name", ["kv", "indices"])
-def test_more_heads_of_keys_are_refused(name):
-    call = {"q": torch.zeros(4, 2, 16), "kv": torch.zeros(6, 1, 16), "sm_scale": 1.0, "d_v": 8}
-    call["indices"] = torch.zeros(4, 1, 3).int()
-    flash_mla_sparse_fwd(**call)
+def test_more_heads_of_keys_are_refused(name, call):
     with pytest.raises(ValueError, match=rf"flash_mla_sparse_fwd: {name} \[\d, 2, \d+\]: must be"):
         flash_mla_sparse_fwd(**call | {name: call[name].expand(-1, 2, -1)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"indexer_topk": 512}, NotImplementedError, "indexer_topk 512: must be 0"),
+        ({"is_causal": True, "seqlens": 3}, TypeError, "is_causal, seqlens: not among the argume"),
+        ({"sm_scale": None}, ValueError, "sm_scale None: must be a number other than 0"),
+        ({"sm_scale": 0.0}, ValueError, "sm_scale 0.0: must be a number other than 0"),
+        ({"d_v": 512}, ValueError, "d_v 512: must be at most 16, the channels of q"),
+        (
+            {"indices": torch.zeros(4, 1, 3).long()},
+            ValueError,
+            "indices has dtype torch.int64: must be int32",
+        ),
+        (
+            {"topk_length": torch.ones(4)},
+            ValueError,
+            "topk_length has dtype torch.float32: must be int32",
+        ),
+        (
+            {"out": torch.zeros(4, 2, 16)},
+            ValueError,
+            r"out \[4, 2, 16\] of torch.float32: must be \[4, 2, 8\] of torch.float32",
+        ),
+    ],
+)
+def test_refusals(changes, error, message, call):
+    with pytest.raises(error, match=f"^flash_mla_sparse_fwd: {message}"):
+        flash_mla_sparse_fwd(**call | changes)
+
+
+def test_the_output_can_be_given(call):
+    """As vLLM does, with a part of a larger tensor."""
+    expected = flash_mla_sparse_fwd(**call, indexer_topk=0)
+    whole = torch.full((6, 2, 8), 7.0)
+    actual = flash_mla_sparse_fwd(**call, out=whole[1:5])
+    assert actual[0].data_ptr() == whole[1:5].data_ptr()
+    assert_equal(whole[1:5], expected[0])
+    assert (whole[0] == 7).all() and (whole[5] == 7).all()
+    for a, b in zip(actual[1:], expected[1:], strict=True):
+        assert_equal(a, b)
+
+
+class TestInstall:
+    @pytest.fixture(autouse=True)
+    def uninstalled(self):
+        flash_mla.uninstall()
+        yield
+        flash_mla.uninstall()
+
+    def test_other_libraries_find_it_as_flash_mla(self):
+        assert flash_mla.install() and flash_mla.install()
+        from flash_mla import flash_mla_sparse_fwd as found
+        from flash_mla.flash_mla_interface import flash_mla_sparse_fwd as also_found
+
+        assert found is also_found is flash_mla_sparse_fwd
+        assert importlib.util.find_spec("flash_mla") is not None
+        with pytest.raises(ImportError):  # so that libraries see that there is no decoding
+            from flash_mla import flash_mla_with_kvcache  # noqa: F401
+        flash_mla.uninstall()
+        assert importlib.util.find_spec("flash_mla") is None
+        assert "flash_mla.flash_mla_interface" not in sys.modules
+
+    def test_a_package_that_is_there_is_left_alone(self, monkeypatch):
+        real = ModuleType("flash_mla")
+        monkeypatch.setitem(sys.modules, "flash_mla", real)
+        assert not flash_mla.install()
+        flash_mla.uninstall()
+        assert sys.modules["flash_mla"] is real
+
+    def test_a_package_that_is_not_imported_yet_is_left_alone(self, monkeypatch, tmp_path):
+        (tmp_path / "flash_mla").mkdir()
+        (tmp_path / "flash_mla" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+        assert not flash_mla.install()
+        assert "flash_mla" not in sys.modules

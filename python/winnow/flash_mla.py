@@ -1,13 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sparse prefill of FlashMLA, with its name and conventions, implemented with winnow."""
+"""The sparse prefill of FlashMLA, with its name and conventions, implemented with winnow.
 
+    winnow.flash_mla.install()
+
+lets other libraries import it as `flash_mla` where FlashMLA itself is not installed.
+"""
+
+import importlib.util
 import math
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from winnow._arguments import one_head
 from winnow.functional import sparse_attention
+
+_NAME = "flash_mla_sparse_fwd"
+_installed: dict[str, ModuleType] = {}
 
 
 def flash_mla_sparse_fwd(
@@ -18,6 +31,9 @@ def flash_mla_sparse_fwd(
     d_v: int = 512,
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
+    indexer_topk: int = 0,
+    out: Tensor | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sparse attention with the results of FlashMLA, for any number of heads and topk, also on CPU.
 
@@ -29,19 +45,71 @@ def flash_mla_sparse_fwd(
         d_v: the channels of a value.
         attn_sink: [h_q] fp32; affects only out.
         topk_length: [s_q] int32: the number of slots to use; others are not read.
+        indexer_topk: must be 0: there is no lse of the first slots alone.
+        out: [s_q, h_q, d_v], as q: where to write the output, which is returned.
+        unknown: arguments of other versions of FlashMLA are refused by name.
 
     Returns:
         out [s_q, h_q, d_v] as q, max_logits [s_q, h_q] fp32 and lse [s_q, h_q] fp32, natural log,
         without the sink. A row without keys has 0, -inf and +inf. out and lse are differentiable.
     """
-    out, lse, max_logits = sparse_attention(
+    if unknown:
+        raise TypeError(f"{_NAME}: {', '.join(unknown)}: not among the arguments that winnow knows")
+    if indexer_topk != 0:
+        raise NotImplementedError(f"{_NAME}: indexer_topk {indexer_topk}: must be 0")
+    if not sm_scale:
+        raise ValueError(f"{_NAME}: sm_scale {sm_scale}: must be a number other than 0")
+    for name, x in (("indices", indices), ("topk_length", topk_length)):
+        if x is not None and x.dtype != torch.int32:
+            raise ValueError(f"{_NAME}: {name} has dtype {x.dtype}: must be int32")
+    if d_v > q.shape[-1]:
+        raise ValueError(f"{_NAME}: d_v {d_v}: must be at most {q.shape[-1]}, the channels of q")
+    result, lse, max_logits = sparse_attention(
         q,
-        one_head("flash_mla_sparse_fwd", "kv", kv),
-        one_head("flash_mla_sparse_fwd", "indices", indices),
+        one_head(_NAME, "kv", kv),
+        one_head(_NAME, "indices", indices),
         v_dim=d_v,
         scale=sm_scale,
         sink=attn_sink,
         lengths=topk_length,
         with_max_logits=True,
     )
-    return out, max_logits, torch.where(lse == -math.inf, math.inf, lse)
+    if out is not None:
+        if out.shape != result.shape or out.dtype != result.dtype:
+            raise ValueError(
+                f"{_NAME}: out {list(out.shape)} of {out.dtype}: must be {list(result.shape)} of"
+                f" {result.dtype}"
+            )
+        result = out.copy_(result)
+    return result, max_logits, torch.where(lse == -math.inf, math.inf, lse)
+
+
+def install() -> bool:
+    """Puts this function into sys.modules as `flash_mla`, where no package of that name is.
+
+    Returns whether it is there; False means that there is such a package, which is left alone.
+    """
+    if _installed:
+        return True
+    if (
+        sys.modules.get("flash_mla") is not None
+        or importlib.util.find_spec("flash_mla") is not None
+    ):
+        return False
+    for name in ("flash_mla", "flash_mla.flash_mla_interface"):
+        module = ModuleType(name, "FlashMLA's sparse prefill, served by winnow.flash_mla.")
+        # With a spec and a path the module is a package to find_spec and to import.
+        module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
+        module.flash_mla_sparse_fwd = flash_mla_sparse_fwd
+        _installed[name] = module
+    _installed["flash_mla"].flash_mla_interface = _installed["flash_mla.flash_mla_interface"]
+    sys.modules.update(_installed)
+    return True
+
+
+def uninstall() -> None:
+    """Takes back what install did."""
+    for name, module in _installed.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+    _installed.clear()
