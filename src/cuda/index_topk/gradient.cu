@@ -15,6 +15,7 @@
 // by term, because terms that a > 0 excludes must not enter as 0 * inf. Shared memory: 74 KiB,
 // three blocks per SM. Limits: L2 (every row is read twice, and the atomics), then shared memory.
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 
@@ -42,10 +43,12 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
 
 // ---- The launchers.
 
-bool has_aligned_pairs(const void* data, std::initializer_list<std::int64_t> strides,
-                       std::uintptr_t element) {
-  bool aligned = reinterpret_cast<std::uintptr_t>(data) % (2 * element) == 0;
-  for (const std::int64_t stride : strides) aligned = aligned && stride % 2 == 0;
+/// Whether elements that begin at a multiple of `count` in their row are aligned to `count` of
+/// them.
+bool are_aligned(const void* data, std::initializer_list<std::int64_t> strides, int count,
+                 std::size_t element) {
+  bool aligned = reinterpret_cast<std::uintptr_t>(data) % (count * element) == 0;
+  for (const std::int64_t stride : strides) aligned = aligned && stride % count == 0;
   return aligned;
 }
 
@@ -88,8 +91,8 @@ void launch_passes(const IndexGradient& call, const Wanted& wanted, cudaStream_t
               .key_gradient = key_gradient,
               .zero_is_no_slot = call.zero_is_no_slot,
               .d_q_aligned =
-                  has_aligned_pairs(d_q, {call.d_q.stride[0], call.d_q.stride[1]}, sizeof(T)),
-              .d_k_aligned = has_aligned_pairs(call.d_k.data, {call.d_k.stride}, sizeof(float))};
+                  are_aligned(d_q, {call.d_q.stride[0], call.d_q.stride[1]}, 2, sizeof(T)),
+              .d_k_aligned = are_aligned(call.d_k.data, {call.d_k.stride}, 4, sizeof(float))};
           launch(index_gradient_kernel<T, kHeads>,
                  {.blocks = std::min(operands.tokens, kMaxBlocks),
                   .threads = kHeadThreads,
@@ -110,16 +113,9 @@ void index_gradient(const IndexGradient& call, const TermPlan& plan, const TermM
   for (std::int64_t first_row = 0; first_row < tokens; first_row += plan.rows) {
     const std::int64_t rows = std::min(plan.rows, tokens - first_row);
     for (std::int64_t first_slot = 0; first_slot < call.slots.slots; first_slot += plan.slots) {
-      IndexGradient piece = call;
-      piece.q = rows_of(call.q, first_row, rows);
-      piece.weights = rows_of(call.weights, first_row, rows);
-      piece.slots = call.slots.part(first_row, first_slot,
+      IndexGradient piece = part_of(call, first_row, rows, first_slot,
                                     std::min(plan.slots, call.slots.slots - first_slot));
-      piece.d_scores = call.d_scores + first_row * call.d_scores_stride + first_slot;
-      piece.d_k = {.data = memory.terms,
-                   .stride = call.d_k.dim,
-                   .keys = rows * piece.slots.slots,
-                   .dim = call.d_k.dim};
+      piece.d_k = terms_of(piece, memory);
       launch_passes(piece, {false, KeyGradient::stored}, stream);
       add_in_order(plan, memory, piece.slots, rows, call.d_k, stream);
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "cuda/common/key_sums.cuh"
 #include "cuda/common/row_slots.cuh"
@@ -28,6 +29,13 @@ struct IndexGradient {
 void index_gradient(const IndexGradient& call, const TermPlan& plan, const TermMemory& memory,
                     cudaStream_t stream);
 
+/// The same on Hopper. A plan has whole rows.
+void index_gradient_sm90(const IndexGradient& call, const TermPlan& plan, const TermMemory& memory,
+                         cudaStream_t stream);
+/// Why it does not take these tensors, or an empty string.
+std::string why_not_gradient_sm90(const Tensor& q, const Tensor& k, const Tensor& d_q,
+                                  const Tensor& d_k);
+
 /// The query rows [first, first + rows) of a tensor.
 inline Tensor rows_of(Tensor tensor, std::int64_t first, std::int64_t rows) {
   if (!tensor) return tensor;
@@ -37,6 +45,26 @@ inline Tensor rows_of(Tensor tensor, std::int64_t first, std::int64_t rows) {
   }
   tensor.shape[0] = rows;
   return tensor;
+}
+
+/// The same of a call, with `slots` slots of each row from first_slot on.
+inline IndexGradient part_of(const IndexGradient& call, std::int64_t first_row, std::int64_t rows,
+                             std::int64_t first_slot, std::int64_t slots) {
+  IndexGradient part = call;
+  for (Tensor* tensor : {&part.q, &part.weights, &part.d_q, &part.d_weights}) {
+    *tensor = rows_of(*tensor, first_row, rows);
+  }
+  part.slots = call.slots.part(first_row, first_slot, slots);
+  part.d_scores += first_row * call.d_scores_stride + first_slot;
+  return part;
+}
+
+/// The terms of a part, in place of its d_k.
+inline KeySums terms_of(const IndexGradient& part, const TermMemory& memory) {
+  return {.data = memory.terms,
+          .stride = part.d_k.dim,
+          .keys = part.q.shape[0] * part.slots.slots,
+          .dim = part.d_k.dim};
 }
 
 }  // namespace winnow::cuda

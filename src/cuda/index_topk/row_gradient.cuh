@@ -9,6 +9,7 @@
 #include "cuda/common/block_reduce.cuh"
 #include "cuda/common/head_products.cuh"
 #include "cuda/common/key_sums.cuh"
+#include "cuda/index_topk/row_scale.cuh"
 
 namespace winnow::cuda::row_gradient {
 
@@ -32,7 +33,8 @@ struct GradientParameters {
   std::int32_t column_steps;
   KeyGradient key_gradient;
   bool zero_is_no_slot;
-  bool d_q_aligned, d_k_aligned;  // pairs of elements are aligned to the pair
+  bool d_q_aligned;  // pairs of elements are aligned to the pair
+  bool d_k_aligned;  // and fours to the four
 };
 
 template <class T, int kHeads>
@@ -48,19 +50,6 @@ struct SharedStorage {
   float d_weights[Tile::kKeyWarps][kHeads];    // the part of each warp's keys
   float reduction[kHeadThreads / 32];
 };
-
-/// Powers of two that bring the largest factors of a row into [1, 2).
-struct RowScale {
-  float d_score = 1;  // by which d_scores are multiplied
-  float weight = 1;   // by which weights are divided
-};
-
-__device__ inline float power_of_two_below(float x) {
-  return x == 0 ? 1 : ldexpf(1, max(-100, min(100, ilogbf(x))));
-}
-
-/// |x| where it is finite, else 0.
-__device__ inline float finite_magnitude(float x) { return fabsf(x) < INFINITY ? fabsf(x) : 0; }
 
 /// The scales of a row; 1 where the type has the range of fp32.
 template <class T, int kHeads>
@@ -81,19 +70,18 @@ __device__ RowScale scale_of_row(const GradientParameters& parameters, const Row
   }
 }
 
-/// factor * sum; an empty sum stays 0 whatever the factor is.
-__device__ inline float scaled(float sum, float factor) { return sum == 0 ? 0 : sum * factor; }
-
-__device__ inline void add_pair(float* to, float first, float second, bool aligned) {
+/// Adds four neighbours, by one instruction where they are aligned.
+__device__ inline void add_four(float* to, const float (&x)[4], bool aligned) {
 #if __CUDA_ARCH__ >= 900
   if (aligned) {
-    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(first), "f"(second)
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]),
+                 "f"(x[2]), "f"(x[3])
                  : "memory");
     return;
   }
 #endif
-  atomicAdd(to, first);
-  atomicAdd(to + 1, second);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) atomicAdd(to + i, x[i]);
 }
 
 template <class T, int kHeads>
@@ -259,7 +247,7 @@ class RowGradient {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int key = Tile::key(i, r * 2);
-          if (columns.key[key] < 0) continue;
+          const bool has_key = columns.key[key] >= 0;
           const std::int64_t row =
               parameters_.key_gradient == KeyGradient::added
                   ? columns.key[key]
@@ -267,12 +255,15 @@ class RowGradient {
           float* const to = parameters_.d_k + row * parameters_.d_k_stride;
           const float factor = d_score_[i][r] * scale_.weight;
 #pragma unroll
-          for (int n = 0; n < kColumnsAtOnce / 8; ++n) {
-            const int column = parameters_.first_column + tile_column + first_column + n * 8 +
-                               column_in_block(Tile::lane(), 0);
-            if (column >= parameters_.operands.dim) continue;
-            emit_key(to + column, scaled(sums[i][n][r * 2], factor),
-                     scaled(sums[i][n][r * 2 + 1], factor));
+          for (int n = 0; n < kColumnsAtOnce / 8; n += 2) {
+            float four[4];
+            const int in_blocks = four_neighbours(four, sums[i][n], sums[i][n + 1], r * 2);
+            const int column =
+                parameters_.first_column + tile_column + first_column + n * 8 + in_blocks;
+            if (!has_key || column >= parameters_.operands.dim) continue;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) four[e] = scaled(four[e], factor);
+            emit_key(to + column, four);
           }
         }
       }
@@ -280,14 +271,32 @@ class RowGradient {
     }
   }
 
-  __device__ void emit_key(float* to, float first, float second) const {
-    if (parameters_.key_gradient == KeyGradient::added) {
-      add_pair(to, first, second, parameters_.d_k_aligned);
-    } else {
-      const bool adds = parameters_.key_gradient == KeyGradient::stored_too;
-      to[0] = adds ? to[0] + first : first;
-      to[1] = adds ? to[1] + second : second;
+  /// Of a row of two blocks of accumulators, whose lanes hold two neighbours each, every lane gets
+  /// four neighbours; returns the column of the first.
+  __device__ static int four_neighbours(float (&four)[4], const float (&first)[4],
+                                        const float (&second)[4], int e) {
+    const bool is_odd = Tile::lane() % 2 != 0;  // takes from the second block
+    float got[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      got[i] = __shfl_xor_sync(kAllLanes, is_odd ? first[e + i] : second[e + i], 1);
     }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      four[i] = is_odd ? got[i] : first[e + i];
+      four[2 + i] = is_odd ? second[e + i] : got[i];
+    }
+    return (is_odd ? 8 : 0) + Tile::lane() % 4 / 2 * 4;
+  }
+
+  __device__ void emit_key(float* to, const float (&four)[4]) const {
+    if (parameters_.key_gradient == KeyGradient::added) {
+      add_four(to, four, parameters_.d_k_aligned);
+      return;
+    }
+    const bool adds = parameters_.key_gradient == KeyGradient::stored_too;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = adds ? to[i] + four[i] : four[i];
   }
 
   /// Sums d_weights over the lanes and warps that share a head. After it no thread reads the last

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradients of the indexer's scores on Hopper: rows of up to 128 elements, bf16 and f16.
+//
+// A block is one warpgroup; it takes a query row with up to 32 or 64 of its heads, whose q stays in
+// shared memory while the row's keys pass, 64 at a time. Of a block of keys:
+//
+// clang-format off
+//   a = k q^T [keys, heads]      in registers. Where a > 0 its weight stays there as a fragment, and
+//                                its d_score goes to shared memory; d_weights += d_score a
+//   d_k = weights q              [keys, columns]; times d_score to shared memory, from where the
+//                                async proxy adds it to device memory, a row of a key at a time, or
+//                                stores it as a term that is summed later (common/key_sums.cuh)
+//   d_q^T += k^T d_scores        [columns, heads], in registers until the row ends
+// clang-format on
+//
+// The next two blocks of keys are under way meanwhile. Nothing else overlaps within a thread block:
+// three of them share an SM (two with 64 heads), and one multiplies while another gathers or adds.
+// Shared memory, with 32 heads: keys 32, q 8, d_k 34 KiB. Powers of two are factored out of weights
+// and d_scores in f16. The limit is L2, which adds 512 bytes for every key of a query.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/refusals.h"
+#include "cuda/common/runtime.h"
+#include "cuda/index_topk/gradient.cuh"
+#include "cuda/index_topk/gradient_sm90/row.cuh"
+
+namespace winnow::cuda {
+namespace {
+
+using namespace gradient_sm90;
+
+template <class T, int kHeads, KeyGradient kMode>
+__global__ void __launch_bounds__(kThreads, kHeads == 32 ? 3 : 2)
+    index_gradient_kernel(const __grid_constant__ Parameters<T> params) {
+  extern __shared__ __align__(1024) std::byte memory[];
+  auto& shared = *reinterpret_cast<SharedStorage<T, kHeads>*>(memory);
+  const std::int64_t t = params.tokens - 1 - blockIdx.x;  // long windows come last
+  Row<T, kHeads, kMode>(params, t, shared).run();
+}
+
+/// One pass over the heads from first_head on.
+template <class T, KeyGradient kMode>
+void launch_pass(const IndexGradient& call, std::int64_t first_head, cudaStream_t stream) {
+  const std::int64_t heads = std::min<std::int64_t>(call.q.shape[1] - first_head, kMostHeads);
+  const Parameters<T> params = {.q = data_of<const T>(call.q) + first_head * call.q.stride[1],
+                                .k = data_of<const T>(call.k),
+                                .weights = data_of<const float>(call.weights) + first_head,
+                                .d_scores = call.d_scores,
+                                .d_q = data_of<T>(call.d_q) + first_head * call.d_q.stride[1],
+                                .d_weights = data_of<float>(call.d_weights) + first_head,
+                                .d_k = call.d_k.data,
+                                .q_token_stride = call.q.stride[0],
+                                .q_head_stride = call.q.stride[1],
+                                .k_stride = call.k.stride[0],
+                                .weights_stride = call.weights.stride[0],
+                                .d_scores_stride = call.d_scores_stride,
+                                .d_q_token_stride = call.d_q.stride[0],
+                                .d_q_head_stride = call.d_q.stride[1],
+                                .d_weights_stride = call.d_weights.stride[0],
+                                .d_k_stride = call.d_k.stride,
+                                .tokens = call.q.shape[0],
+                                .slots = call.slots,
+                                .heads = static_cast<std::int32_t>(heads),
+                                .dim = static_cast<std::int32_t>(call.q.shape[2])};
+  const bool few = heads <= kFewHeads;
+  launch(few ? index_gradient_kernel<T, kFewHeads, kMode>
+             : index_gradient_kernel<T, kMostHeads, kMode>,
+         {.blocks = params.tokens,
+          .threads = kThreads,
+          .shared_bytes =
+              few ? sizeof(SharedStorage<T, kFewHeads>) : sizeof(SharedStorage<T, kMostHeads>),
+          .stream = stream},
+         params);
+}
+
+template <class T>
+void run_gradient(const IndexGradient& call, const TermPlan& plan, const TermMemory& memory,
+                  cudaStream_t stream) {
+  const std::int64_t tokens = call.q.shape[0];
+  const std::int64_t rows_at_once = plan.rows == 0 ? kMaxBlocks : std::min(plan.rows, kMaxBlocks);
+  for (std::int64_t first_row = 0; first_row < tokens; first_row += rows_at_once) {
+    const std::int64_t rows = std::min(rows_at_once, tokens - first_row);
+    IndexGradient piece = part_of(call, first_row, rows, 0, call.slots.slots);
+    for (std::int64_t head = 0; head < call.q.shape[1]; head += kMostHeads) {
+      if (plan.rows == 0) {
+        launch_pass<T, KeyGradient::added>(piece, head, stream);
+        continue;
+      }
+      piece.d_k = terms_of(piece, memory);
+      launch_pass<T, KeyGradient::stored>(piece, head, stream);
+      add_in_order(plan, memory, piece.slots, rows, call.d_k, stream);
+    }
+  }
+}
+
+}  // namespace
+
+void index_gradient_sm90(const IndexGradient& call, const TermPlan& plan, const TermMemory& memory,
+                         cudaStream_t stream) {
+  if (call.q.dtype == DType::bf16) {
+    run_gradient<__nv_bfloat16>(call, plan, memory, stream);
+  } else {
+    run_gradient<__half>(call, plan, memory, stream);
+  }
+}
+
+std::string why_not_gradient_sm90(const Tensor& q, const Tensor& k, const Tensor& d_q,
+                                  const Tensor& d_k) {
+  if (std::string reason = needs_sm90(q.device); !reason.empty()) return reason;
+  if (q.dtype != DType::bf16 && q.dtype != DType::f16)
+    return sentence(refusal::takes_dtypes, "bf16 and f16");
+  if (q.shape[2] > kColumns) return sentence(refusal::takes_dim_up_to, "index_dim", kColumns);
+  for (const Tensor* tensor : {&q, &k, &d_q, &d_k}) {
+    if (!has_aligned_rows(*tensor))
+      return sentence(refusal::takes_aligned_rows, "q, k and gradients");
+  }
+  return {};
+}
+
+}  // namespace winnow::cuda

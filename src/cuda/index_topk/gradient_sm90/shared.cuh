@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the threads of Hopper's kernel for the indexer's gradients share: sizes, parameters and
+// shared memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/common/key_sums.cuh"
+#include "cuda/common/mma.cuh"
+#include "cuda/common/row_slots.cuh"
+#include "cuda/hopper/barrier.cuh"
+#include "cuda/hopper/wgmma.cuh"
+
+namespace winnow::cuda::gradient_sm90 {
+
+using namespace winnow::hopper;
+
+inline constexpr int kThreads = 128;   // a warpgroup
+inline constexpr int kBlock = 64;      // keys gathered at a time
+inline constexpr int kFewHeads = 32;   // of a pass
+inline constexpr int kMostHeads = 64;  // of a pass
+inline constexpr int kStages = 2;
+inline constexpr int kTiles = 2;                        // of 64 columns
+inline constexpr int kColumns = kTiles * kTileColumns;  // rows are padded to these
+inline constexpr int kTileBytes = kBlock * kTileRowBytes;
+
+/// One pass over up to kHeads heads of every row; strides in elements.
+template <class T>
+struct Parameters {
+  const T* q;             // [tokens, heads, dim], like all others from the pass's first head on
+  const T* k;             // [keys, dim]
+  const float* weights;   // [tokens, heads]
+  const float* d_scores;  // [tokens, slots]
+  T* d_q;                 // [tokens, heads, dim]
+  float* d_weights;       // [tokens, heads]
+  float* d_k;             // [keys, dim], or terms [tokens, slots, dim]
+  std::int64_t q_token_stride, q_head_stride;
+  std::int64_t k_stride;
+  std::int64_t weights_stride, d_scores_stride;
+  std::int64_t d_q_token_stride, d_q_head_stride;
+  std::int64_t d_weights_stride;
+  std::int64_t d_k_stride;
+  std::int64_t tokens;
+  SlotLists slots;
+  std::int32_t heads;
+  std::int32_t dim;
+};
+
+/// A bit per head.
+template <int kHeads>
+using Heads = std::conditional_t<kHeads == 32, std::uint32_t, std::uint64_t>;
+
+/// The gradients of a query row on their way to device memory.
+template <class T, int kHeads>
+struct RowOutputs {
+  alignas(16) T d_q[kHeads][kColumns + 8];  // eight rows begin in distinct banks
+  float d_weights[kThreads / 32][kHeads];   // the part of each warp's keys
+};
+
+template <class T, int kHeads>
+struct SharedStorage {
+  union {
+    std::byte k[kStages][kTiles][kTileBytes];  // [keys, columns]
+    RowOutputs<T, kHeads> outputs;             // after the last block
+  };
+  std::byte q[kTiles][kHeads * kTileRowBytes];  // [heads, columns]
+  union {
+    std::byte d_scores[kHeads * kTileRowBytes];   // [heads, keys], 0 unless a > 0; until the
+                                                  //   products with them are done
+    alignas(16) float d_k[kBlock][kColumns + 8];  // four rows begin in distinct banks
+    float reduction[kThreads / 32];               // before the first block
+  };
+  Heads<kHeads> positive[kBlock];  // where a > 0; only of blocks that are not finite
+  Barrier full[kStages];           // a block of keys has landed; so have the heads with the first
+};
+// Three blocks per SM with 32 heads, two with 64; the system takes 1 KiB of each.
+static_assert(sizeof(SharedStorage<__nv_bfloat16, 32>) <= 228 * 1024 / 3 - 1024);
+static_assert(sizeof(SharedStorage<__nv_bfloat16, 64>) <= 228 * 1024 / 2 - 1024);
+
+}  // namespace winnow::cuda::gradient_sm90
