@@ -291,6 +291,13 @@ class Row {
   // ---- The same sums term by term, for blocks with products that are not finite: terms that a > 0
   // excludes must not enter as 0 * inf.
 
+  /// x, of which the compiler knows nothing. It would compute addresses of these rare loops ahead
+  /// and keep them in registers that the others need.
+  __device__ static int unknown(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+  }
+
   __device__ static float element(const std::byte* tile, int row, int column) {
     return static_cast<float>(
         *reinterpret_cast<const T*>(tile + tile_offset(row, column / 8) + column % 8 * 2));
@@ -299,14 +306,16 @@ class Row {
   __device__ void add_query_terms(int stage) {
 #pragma unroll 1
     for (int key = 0; key < kBlock; ++key) {
+      const int first_head = unknown(column_of(0, 0));
+      const int column = unknown(row_of(0));
 #pragma unroll
       for (int i = 0; i < kHeads / 2; ++i) {
-        const int h = column_of(i / 4, i % 2);
+        const int h = first_head + i / 4 * 8 + i % 2;
         if (!(shared_.positive[key] >> h & 1)) continue;
         const float d_score = element(shared_.d_scores, h, key);
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          d_q_[tile][i] += d_score * element(shared_.k[stage][tile], key, row_of(i / 2 % 2));
+          d_q_[tile][i] += d_score * element(shared_.k[stage][tile], key, column + i / 2 % 2 * 8);
         }
       }
     }
@@ -318,10 +327,12 @@ class Row {
 #pragma unroll 1
     for (int h = 0; h < params_.heads; ++h) {
       const float of_head = weight(h) / scale_.weight;
+      const int key = unknown(row_of(0));
+      const int first_column = unknown(column_of(0, 0));
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
-        if (!(shared_.positive[row_of(i / 2 % 2)] >> h & 1)) continue;
-        d_k[i] += of_head * element(shared_.q[tile], h, column_of(i / 4, i % 2));
+        if (!(shared_.positive[key + i / 2 % 2 * 8] >> h & 1)) continue;
+        d_k[i] += of_head * element(shared_.q[tile], h, first_column + i / 4 * 8 + i % 2);
       }
     }
   }
