@@ -55,8 +55,8 @@ __device__ inline void multiply_by_heads(float (&d)[kAccumulators], std::uint64_
 
 /// d (64 x 64) += A (64 x 16, registers) * B (16 x 64, MN-major).
 template <class T>
-__device__ inline void multiply_64x64x16(float (&d)[32], const std::uint32_t (&a)[4],
-                                         std::uint64_t b, int accumulate) {
+__device__ inline void multiply_64x64x16_mn_major(float (&d)[32], const std::uint32_t (&a)[4],
+                                                  std::uint64_t b, int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     asm volatile(
         "{\n"

@@ -12,6 +12,7 @@
 #include "cuda/hopper/quad.cuh"
 #include "cuda/index_topk/gradient_sm90/products.cuh"
 #include "cuda/index_topk/gradient_sm90/shared.cuh"
+#include "cuda/index_topk/gradient_sm90/terms.cuh"
 #include "cuda/index_topk/row_scale.cuh"
 
 namespace winnow::cuda::gradient_sm90 {
@@ -58,11 +59,6 @@ class Row {
   static constexpr int kRowGroups = kThreads / 8;  // eight lanes copy 64 columns of a row
   static constexpr int kGathered = kBlock / kRowGroups;
 
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-  __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
-  // Which key, head and column of an accumulator a lane holds: half 0 or 1, neighbour e = 0 or 1.
-  __device__ static int row_of(int half) { return warp() * 16 + lane() / 4 + half * 8; }
-  __device__ static int column_of(int eight, int e) { return eight * 8 + lane() % 4 * 2 + e; }
   __device__ static int gathered_row(int i) {
     return static_cast<int>(threadIdx.x) / 8 + i * kRowGroups;
   }
@@ -150,10 +146,10 @@ class Row {
   }
 
   __device__ void load_weights() {
+    const float factor = 1 / scale_.weight;
 #pragma unroll
     for (int n = 0; n < kHeadBlocks; ++n) {
-      weights_[n] =
-          pack<T>(weight(column_of(n, 0)) / scale_.weight, weight(column_of(n, 1)) / scale_.weight);
+      weights_[n] = pack<T>(weight(column_of(n, 0)) * factor, weight(column_of(n, 1)) * factor);
     }
   }
 
@@ -180,8 +176,9 @@ class Row {
     if (all_finite) {
       multiply_query(stage);
     } else {
-      list_positive(stage);
-      add_query_terms(stage);
+      list_positive<kHeads>(a, shared_.positive);
+      __syncthreads();
+      add_query_terms(shared_, stage, d_q_);
     }
     __syncthreads();  // the stage and the scores are free
     gather(block + kStages);
@@ -191,7 +188,7 @@ class Row {
       if (all_finite) {
         multiply_keys(tile, weights, d_k);
       } else {
-        add_key_terms(tile, d_k);
+        add_key_terms(shared_, tile, params_.heads, weights_of_row_, 1 / scale_.weight, d_k);
       }
       put_keys(tile, d_k);
     }
@@ -282,81 +279,10 @@ class Row {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kHeads / 16; ++i) {
-      gradient_sm90::multiply_64x64x16<T>(d_k, weights[i], q + i * kNextMnMajor, i > 0);
+      multiply_64x64x16_mn_major<T>(d_k, weights[i], q + i * kNextMnMajor, i > 0);
     }
     wgmma_commit();
     wgmma_wait<0>();
-  }
-
-  // ---- The same sums term by term, for blocks with products that are not finite: terms that a > 0
-  // excludes must not enter as 0 * inf.
-
-  /// x, of which the compiler knows nothing. It would compute addresses of these rare loops ahead
-  /// and keep them in registers that the others need.
-  __device__ static int unknown(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
-  }
-
-  __device__ static float element(const std::byte* tile, int row, int column) {
-    return static_cast<float>(
-        *reinterpret_cast<const T*>(tile + tile_offset(row, column / 8) + column % 8 * 2));
-  }
-
-  __device__ void add_query_terms(int stage) {
-#pragma unroll 1
-    for (int key = 0; key < kBlock; ++key) {
-      const int first_head = unknown(column_of(0, 0));
-      const int column = unknown(row_of(0));
-#pragma unroll
-      for (int i = 0; i < kHeads / 2; ++i) {
-        const int h = first_head + i / 4 * 8 + i % 2;
-        if (!(shared_.positive[key] >> h & 1)) continue;
-        const float d_score = element(shared_.d_scores, h, key);
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          d_q_[tile][i] += d_score * element(shared_.k[stage][tile], key, column + i / 2 % 2 * 8);
-        }
-      }
-    }
-  }
-
-  __device__ void add_key_terms(int tile, float (&d_k)[32]) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) d_k[i] = 0;
-#pragma unroll 1
-    for (int h = 0; h < params_.heads; ++h) {
-      const float of_head = weight(h) / scale_.weight;
-      const int key = unknown(row_of(0));
-      const int first_column = unknown(column_of(0, 0));
-#pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        if (!(shared_.positive[key + i / 2 % 2 * 8] >> h & 1)) continue;
-        d_k[i] += of_head * element(shared_.q[tile], h, first_column + i / 4 * 8 + i % 2);
-      }
-    }
-  }
-
-  /// Writes down, for all threads, which heads' products are positive.
-  __device__ void list_positive(int stage) {
-    float a[kHeads / 2];
-    multiply_heads(stage, a);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      Heads<kHeads> positive = 0;
-#pragma unroll
-      for (int n = 0; n < kHeadBlocks; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const bool is_positive = a[n * 4 + half * 2 + e] > 0;
-          positive |= Heads<kHeads>{is_positive} << column_of(n, e);
-        }
-      }
-      positive |= __shfl_xor_sync(kAllLanes, positive, 1);
-      positive |= __shfl_xor_sync(kAllLanes, positive, 2);
-      if (lane() % 4 == 0) shared_.positive[row_of(half)] = positive;
-    }
-    __syncthreads();
   }
 
   // ---- Outputs.
@@ -416,6 +342,7 @@ class Row {
   }
 
   __device__ void store_d_q() {
+    const float factor = 1 / scale_.d_score;
     T(&d_q)[kHeads][kColumns + 8] = shared_.outputs.d_q;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -426,8 +353,8 @@ class Row {
         for (int j = 0; j < 4; ++j) {
           const int n = i * 2 + j / 2;
           const float* const pair = &d_q_[tile][n * 4 + j % 2 * 2];
-          words[j] = pack<T>(scaled(pair[0], weight(column_of(n, 0)) / scale_.d_score),
-                             scaled(pair[1], weight(column_of(n, 1)) / scale_.d_score));
+          words[j] = pack<T>(scaled(pair[0], weight(column_of(n, 0)) * factor),
+                             scaled(pair[1], weight(column_of(n, 1)) * factor));
         }
         const int h = i * 16 + lane() / 16 * 8 + lane() % 8;
         const int column = tile * kTileColumns + warp() * 16 + lane() / 8 % 2 * 8;

@@ -79,4 +79,10 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage<__nv_bfloat16, 32>) <= 228 * 1024 / 3 - 1024);
 static_assert(sizeof(SharedStorage<__nv_bfloat16, 64>) <= 228 * 1024 / 2 - 1024);
 
+__device__ inline int lane() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ inline int warp() { return static_cast<int>(threadIdx.x) / 32; }
+// Of an accumulator d of 64 rows, d[4 * eight + 2 * half + e] of a lane is this row and column.
+__device__ inline int row_of(int half) { return warp() * 16 + lane() / 4 + half * 8; }
+__device__ inline int column_of(int eight, int e) { return eight * 8 + lane() % 4 * 2 + e; }
+
 }  // namespace winnow::cuda::gradient_sm90
