@@ -28,7 +28,7 @@ namespace {
 using namespace row_gradient;
 
 template <class T, int kHeads>
-__global__ void __launch_bounds__(kHeadThreads, 3)
+__global__ void __launch_bounds__(kHeadThreads, kHeads == 64 ? 3 : 4)
     index_gradient_kernel(const __grid_constant__ GradientParameters parameters) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<SharedStorage<T, kHeads>*>(memory);

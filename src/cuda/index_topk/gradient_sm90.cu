@@ -20,10 +20,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/refusals.h"
+#include "cuda/common/block_reduce.cuh"
 #include "cuda/common/runtime.h"
 #include "cuda/index_topk/gradient.cuh"
+#include "cuda/index_topk/gradient_sm90/producer.cuh"
 #include "cuda/index_topk/gradient_sm90/row.cuh"
 
 namespace winnow::cuda {
@@ -31,13 +34,51 @@ namespace {
 
 using namespace gradient_sm90;
 
+/// The scales of a row, by all threads; 1 where the type has the range of fp32.
+template <class T, int kHeads>
+__device__ RowScale scale_of_row(const Parameters<T>& params, std::int64_t t, const RowSlots& slots,
+                                 SharedStorage<T, kHeads>& shared) {
+  if constexpr (!std::is_same_v<T, __half>) {
+    return {};
+  } else {
+    const int thread = static_cast<int>(threadIdx.x);
+    const auto larger = [](float a, float b) { return fmaxf(a, b); };
+    float d_score = 0;
+    for (int slot = thread; slot < slots.count; slot += kThreads) {
+      if (slots.key(slot) < 0) continue;
+      d_score =
+          fmaxf(d_score, finite_magnitude(params.d_scores[t * params.d_scores_stride + slot]));
+    }
+    float weight = 0;
+    if (thread < params.heads) {
+      weight = finite_magnitude(params.weights[t * params.weights_stride + thread]);
+    }
+    return {1 / power_of_two_below(reduce_block<kThreads>(d_score, shared.reduction, larger)),
+            power_of_two_below(reduce_block<kThreads>(weight, shared.reduction, larger))};
+  }
+}
+
 template <class T, int kHeads, KeyGradient kMode>
-__global__ void __launch_bounds__(kThreads, kHeads == 32 ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, kHeads == kFewHeads ? 3 : 2)
     index_gradient_kernel(const __grid_constant__ Parameters<T> params) {
   extern __shared__ __align__(1024) std::byte memory[];
   auto& shared = *reinterpret_cast<SharedStorage<T, kHeads>*>(memory);
   const std::int64_t t = params.tokens - 1 - blockIdx.x;  // long windows come last
-  Row<T, kHeads, kMode>(params, t, shared).run();
+  const RowSlots slots = params.slots.row(t);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      shared.full[i].init(2 * 32);  // of each lane: its copies, and what it writes itself
+      shared.free[i].init(kConsumers / 32);
+    }
+    fence_barrier_init();
+  }
+  const RowScale scale = scale_of_row(params, t, slots, shared);
+  __syncthreads();  // the barriers are there for all
+  if (threadIdx.x >= kConsumers) {
+    Producer<T, kHeads>(params, t, slots, shared).run();
+  } else {
+    Row<T, kHeads, kMode>(params, t, scale, shared).run((slots.count + kBlock - 1) / kBlock);
+  }
 }
 
 /// One pass over the heads from first_head on.

@@ -17,10 +17,11 @@ namespace winnow::cuda::gradient_sm90 {
 
 using namespace winnow::hopper;
 
-inline constexpr int kThreads = 128;   // a warpgroup
-inline constexpr int kBlock = 64;      // keys gathered at a time
-inline constexpr int kFewHeads = 32;   // of a pass
-inline constexpr int kMostHeads = 64;  // of a pass
+inline constexpr int kConsumers = 128;            // threads: a warpgroup
+inline constexpr int kThreads = kConsumers + 32;  // with the producer warp
+inline constexpr int kBlock = 64;                 // keys gathered at a time
+inline constexpr int kFewHeads = 32;              // of a pass
+inline constexpr int kMostHeads = 64;             // of a pass
 inline constexpr int kStages = 2;
 inline constexpr int kTiles = 2;                        // of 64 columns
 inline constexpr int kColumns = kTiles * kTileColumns;  // rows are padded to these
@@ -55,9 +56,19 @@ using Heads = std::conditional_t<kHeads == 32, std::uint32_t, std::uint64_t>;
 /// The gradients of a query row on their way to device memory.
 template <class T, int kHeads>
 struct RowOutputs {
-  alignas(16) T d_q[kHeads][kColumns + 8];  // eight rows begin in distinct banks
-  float d_weights[kThreads / 32][kHeads];   // the part of each warp's keys
+  alignas(16) T d_q[kHeads][kColumns + 8];   // eight rows begin in distinct banks
+  float d_weights[kConsumers / 32][kHeads];  // the part of each warp's keys
 };
+
+/// What the products of a block with q say about its slots.
+template <int kHeads>
+struct Scores {
+  std::byte d_scores[kHeads * kTileRowBytes];  // [heads, keys], 0 unless a > 0
+  Heads<kHeads> positive[kBlock];              // where a > 0; only if not all products are finite
+};
+
+/// Floats from one row of d_k to the next: four rows begin in distinct banks.
+inline constexpr int kKeyStride = kColumns + 8;
 
 template <class T, int kHeads>
 struct SharedStorage {
@@ -67,17 +78,36 @@ struct SharedStorage {
   };
   std::byte q[kTiles][kHeads * kTileRowBytes];  // [heads, columns]
   union {
-    std::byte d_scores[kHeads * kTileRowBytes];   // [heads, keys], 0 unless a > 0; until the
-                                                  //   products with them are done
-    alignas(16) float d_k[kBlock][kColumns + 8];  // four rows begin in distinct banks
-    float reduction[kThreads / 32];               // before the first block
+    float reduction[kThreads / 32];  // before the first block
+    Scores<kHeads> scores;           // until d_q has been multiplied
+    alignas(16) float d_k[kBlock * kKeyStride - (kKeyStride - kColumns)];
   };
-  Heads<kHeads> positive[kBlock];  // where a > 0; only of blocks that are not finite
-  Barrier full[kStages];           // a block of keys has landed; so have the heads with the first
+  std::int32_t keys[kStages][kBlock];  // -1: none
+  float d_scores[kStages][kBlock];     // 0 without a key
+  Barrier full[kStages];               // a block has landed; with the first, q has too
+  Barrier free[kStages];               // a block is no longer in use
 };
-// Three blocks per SM with 32 heads, two with 64; the system takes 1 KiB of each.
+// Three thread blocks per SM with 32 heads, two with 64; the system takes 1 KiB of each.
 static_assert(sizeof(SharedStorage<__nv_bfloat16, 32>) <= 228 * 1024 / 3 - 1024);
 static_assert(sizeof(SharedStorage<__nv_bfloat16, 64>) <= 228 * 1024 / 2 - 1024);
+
+/// Waits for all consumers.
+__device__ inline void sync_consumers() { sync_warps<1, kConsumers>(); }
+/// The same; returns whether `any` is true for one of them.
+__device__ inline bool sync_consumers_or(bool any) {
+  int result;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.s32 p, %1, 0;\n"
+      "bar.red.or.pred q, 1, %2, p;\n"
+      "selp.s32 %0, 1, 0, q;\n"
+      "}\n"
+      : "=r"(result)
+      : "r"(any ? 1 : 0), "n"(kConsumers)
+      : "memory");
+  return result != 0;
+}
 
 __device__ inline int lane() { return static_cast<int>(threadIdx.x) % 32; }
 __device__ inline int warp() { return static_cast<int>(threadIdx.x) / 32; }

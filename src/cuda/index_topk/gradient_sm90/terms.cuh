@@ -20,23 +20,25 @@ __device__ float element(const std::byte* tile, int row, int column) {
       *reinterpret_cast<const T*>(tile + tile_offset(row, column / 8) + column % 8 * 2));
 }
 
-/// Writes down which of the products a [keys, heads] are positive. Without a key none is.
+/// Which of the products a [keys, heads] are positive, of the two keys of a lane. Without a key
+/// none is.
 template <int kHeads>
-__device__ void list_positive(const float (&a)[kHeads / 2], Heads<kHeads> (&of_key)[kBlock]) {
+struct Positive {
+  Heads<kHeads> of_key[2];
+};
+template <int kHeads>
+__device__ Positive<kHeads> positive_of(const float (&a)[kHeads / 2]) {
+  Positive<kHeads> positive{};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    Heads<kHeads> positive = 0;
-#pragma unroll
-    for (int n = 0; n < kHeads / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        positive |= Heads<kHeads>{a[n * 4 + half * 2 + e] > 0} << column_of(n, e);
-      }
-    }
-    positive |= __shfl_xor_sync(0xffffffffu, positive, 1);
-    positive |= __shfl_xor_sync(0xffffffffu, positive, 2);
-    if (lane() % 4 == 0) of_key[row_of(half)] = positive;
+  for (int i = 0; i < kHeads / 2; ++i) {
+    positive.of_key[i / 2 % 2] |= Heads<kHeads>{a[i] > 0} << column_of(i / 4, i % 2);
   }
+#pragma unroll
+  for (Heads<kHeads>& of_key : positive.of_key) {
+    of_key |= __shfl_xor_sync(0xffffffffu, of_key, 1);
+    of_key |= __shfl_xor_sync(0xffffffffu, of_key, 2);
+  }
+  return positive;
 }
 
 /// d_q^T += k^T d_scores [columns, heads].
@@ -50,8 +52,8 @@ __device__ void add_query_terms(const SharedStorage<T, kHeads>& shared, int stag
 #pragma unroll
     for (int i = 0; i < kHeads / 2; ++i) {
       const int h = first_head + i / 4 * 8 + i % 2;
-      if (!(shared.positive[key] >> h & 1)) continue;
-      const float d_score = element<T>(shared.d_scores, h, key);
+      if (!(shared.scores.positive[key] >> h & 1)) continue;
+      const float d_score = element<T>(shared.scores.d_scores, h, key);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         d_q[tile][i] += d_score * element<T>(shared.k[stage][tile], key, column + i / 2 % 2 * 8);
@@ -62,18 +64,18 @@ __device__ void add_query_terms(const SharedStorage<T, kHeads>& shared, int stag
 
 /// d_k = weights q [keys, 64 columns].
 template <class T, int kHeads>
-__device__ void add_key_terms(const SharedStorage<T, kHeads>& shared, int tile, int heads,
-                              const float* weights, float weight_factor, float (&d_k)[32]) {
+__device__ void add_key_terms(const SharedStorage<T, kHeads>& shared, int tile,
+                              const Positive<kHeads>& positive, int heads, const float* weights,
+                              float weight_factor, float (&d_k)[32]) {
 #pragma unroll
   for (int i = 0; i < 32; ++i) d_k[i] = 0;
 #pragma unroll 1
   for (int h = 0; h < heads; ++h) {
     const float weight = weights[h] * weight_factor;
-    const int key = unknown(row_of(0));
     const int first_column = unknown(column_of(0, 0));
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      if (!(shared.positive[key + i / 2 % 2 * 8] >> h & 1)) continue;
+      if (!(positive.of_key[i / 2 % 2] >> h & 1)) continue;
       d_k[i] += weight * element<T>(shared.q[tile], h, first_column + i / 4 * 8 + i % 2);
     }
   }
