@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "cuda/hopper/bulk_copy.cuh"
 #include "cuda/hopper/pipeline.cuh"
 #include "cuda/index_topk/gradient_sm90/products.cuh"
 #include "cuda/index_topk/gradient_sm90/shared.cuh"
@@ -35,9 +34,9 @@ class Row {
       add_block(block, pipeline);
       pipeline.next();
     }
+    sync_consumers();  // outputs take the place of the stages, which no warp reads any more
     store_d_weights();
     store_d_q();
-    wait_for_bulk_reads();  // shared memory must outlive them
   }
 
  private:
@@ -59,47 +58,50 @@ class Row {
   __device__ void add_block(int block, const PipelineState<kStages>& pipeline) {
     const int stage = pipeline.stage;
     shared_.full[stage].wait(pipeline.phase);
-    const std::int32_t emitted_key = shared_.keys[stage][warp() * 16 + lane() % 16];
+    const std::int32_t target = target_of(block, stage);
 #pragma unroll
     for (int half = 0; half < 2; ++half) d_scores_[half] = shared_.d_scores[stage][row_of(half)];
     fence_proxy_async();
     float a[kHeads / 2];
     multiply_heads(stage, a);
     const bool is_finite = add_to_d_weights(stage, a);
-    wait_for_bulk_reads();
-    sync_consumers();  // d_k of the previous block has been read: its place is free for scores
+    Scores<kHeads>& scores = shared_.scores[block % 2];
     std::uint32_t weights[kHeads / 16][4];
-    take_positive(a, weights);
+    take_positive(a, scores, weights);
     fence_proxy_async();
-    // After this barrier the d_scores of positive products are there for all.
+    // After this barrier the scores are there for all, and none reads those of the previous block.
     const bool all_finite = !sync_consumers_or(!is_finite);
     Positive<kHeads> positive{};
+    float d_k[32];
+    const auto add_terms = [&](int tile) {
+      add_key_terms(shared_, tile, positive, params_.heads, weights_of_row_, 1 / scale_.weight,
+                    d_k);
+    };
     if (all_finite) {
-      multiply_query(stage);
+      start_query(stage, scores);
+      multiply_keys(0, weights, d_k);
     } else {
       positive = positive_of<kHeads>(a);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (lane() % 4 == 0) shared_.scores.positive[row_of(half)] = positive.of_key[half];
+        if (lane() % 4 == 0) scores.positive[row_of(half)] = positive.of_key[half];
       }
       sync_consumers();
-      add_query_terms(shared_, stage, d_q_);
+      add_query_terms(shared_, stage, scores, d_q_);
+      add_terms(0);
     }
     __syncwarp();
     if (lane() == 0) shared_.free[stage].arrive();
-    sync_consumers();  // the place of the scores is free for d_k
+    emit_keys(0, target, d_k);
 #pragma unroll 1
-    for (int tile = 0; tile < kTiles; ++tile) {
-      float d_k[32];
+    for (int tile = 1; tile < kTiles; ++tile) {
       if (all_finite) {
         multiply_keys(tile, weights, d_k);
       } else {
-        add_key_terms(shared_, tile, positive, params_.heads, weights_of_row_, 1 / scale_.weight,
-                      d_k);
+        add_terms(tile);
       }
-      put_keys(tile, d_k);
+      emit_keys(tile, target, d_k);
     }
-    emit_keys(block, emitted_key);
   }
 
   /// a = k q^T [keys, heads].
@@ -140,11 +142,11 @@ class Row {
 
   /// Where a product is positive its weight goes to `weights`, fragments of [keys, heads], and its
   /// d_score to shared memory.
-  __device__ void take_positive(const float (&a)[kHeads / 2],
+  __device__ void take_positive(const float (&a)[kHeads / 2], Scores<kHeads>& scores,
                                 std::uint32_t (&weights)[kHeads / 16][4]) {
     const std::uint32_t d_score_pairs[2] = {pair_of(d_scores_[0] * scale_.d_score),
                                             pair_of(d_scores_[1] * scale_.d_score)};
-    const std::uint32_t to = shared_address(shared_.scores.d_scores) +
+    const std::uint32_t to = shared_address(scores.d_scores) +
                              tile_offset(lane() / 16 * 8 + lane() % 8, warp() * 2 + lane() / 8 % 2);
 #pragma unroll
     for (int i = 0; i < kHeads / 16; ++i) {
@@ -164,9 +166,9 @@ class Row {
 
   __device__ static std::uint32_t pair_of(float x) { return pack<T>(x, x); }
 
-  /// d_q^T += k^T d_scores [columns, heads].
-  __device__ void multiply_query(int stage) {
-    const std::uint64_t d_scores = k_major(shared_address(shared_.scores.d_scores));
+  /// Starts d_q^T += k^T d_scores [columns, heads].
+  __device__ void start_query(int stage, const Scores<kHeads>& scores) {
+    const std::uint64_t d_scores = k_major(shared_address(scores.d_scores));
     wgmma_fence();
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -177,10 +179,9 @@ class Row {
       }
     }
     wgmma_commit();
-    wgmma_wait<0>();
   }
 
-  /// d_k = weights q [keys, 64 columns].
+  /// d_k = weights q [keys, 64 columns]. Waits for all products that were started.
   __device__ void multiply_keys(int tile, const std::uint32_t (&weights)[kHeads / 16][4],
                                 float (&d_k)[32]) {
     const std::uint64_t q = mn_major(shared_address(shared_.q[tile]), sizeof(shared_.q[tile]));
@@ -195,41 +196,52 @@ class Row {
 
   // ---- Outputs.
 
-  /// Puts d_score times 64 columns of d_k into shared memory.
-  __device__ void put_keys(int tile, const float (&d_k)[32]) {
+  /// The row of d_k, or of terms, to which key lane % 16 of this warp gives; -1 without a key.
+  __device__ std::int32_t target_of(int block, int stage) const {
+    const int row = warp() * 16 + lane() % 16;
+    const std::int32_t key = shared_.keys[stage][row];
+    if (kMode == KeyGradient::added || key < 0) return key;
+    // A plan of terms has fewer than 2^31.
+    return static_cast<std::int32_t>(t_ * params_.slots.slots) + block * kBlock + row;
+  }
+
+  /// Emits d_score times 64 columns of d_k. Through shared memory, where every warp has its own
+  /// keys, half a warp gets the columns of a key: L2 adds full lines of 128 bytes fastest.
+  __device__ void emit_keys(int tile, std::int32_t target, const float (&d_k)[32]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float factor = d_scores_[half] * scale_.weight;
-      float* const row = shared_.d_k + row_of(half) * kKeyStride + tile * kTileColumns;
 #pragma unroll
       for (int i = 0; i < kTileColumns / 8; ++i) {
         const float* const pair = &d_k[i * 4 + half * 2];
-        *reinterpret_cast<float2*>(row + column_of(i, 0)) =
+        *reinterpret_cast<float2*>(&shared_.d_k[row_of(half)][column_of(i, 0)]) =
             make_float2(scaled(pair[0], factor), scaled(pair[1], factor));
       }
     }
-  }
-
-  /// Hands d_k to the async proxy, a row of a key at a time. A warp emits its own keys.
-  __device__ void emit_keys(int block, std::int32_t key) {
-    fence_proxy_async();
     __syncwarp();
-    if (lane() < 16 && key >= 0) {
-      const int row = warp() * 16 + lane();
-      const float* const from = shared_.d_k + row * kKeyStride;
-      const int bytes = params_.dim * static_cast<int>(sizeof(float));
-      if constexpr (kMode == KeyGradient::added) {
-        add_bulk(params_.d_k + key * params_.d_k_stride, from, bytes);
-      } else {
-        const std::int64_t slot = t_ * params_.slots.slots + std::int64_t{block} * kBlock + row;
-        store_bulk(params_.d_k + slot * params_.d_k_stride, from, bytes);
-      }
+    const int column = lane() % 16 * 4;
+    const bool has_column = tile * kTileColumns + column < params_.dim;
+    float* const to = params_.d_k + tile * kTileColumns + column;
+#pragma unroll
+    for (int i = lane() / 16; i < 16; i += 2) {
+      const std::int32_t row = __shfl_sync(kAllLanes, target, i);
+      const float4 four = *reinterpret_cast<const float4*>(&shared_.d_k[warp() * 16 + i][column]);
+      if (row >= 0 && has_column) emit_four(to + row * params_.d_k_stride, four);
     }
-    commit_bulk();
+    __syncwarp();  // the next columns take the same place
   }
 
-  /// Sums d_weights over the lanes and warps that share a head. Outputs take the place of the
-  /// stages, which no thread reads any more.
+  __device__ static void emit_four(float* to, float4 x) {
+    if constexpr (kMode == KeyGradient::added) {
+      asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y),
+                   "f"(x.z), "f"(x.w)
+                   : "memory");
+    } else {
+      *reinterpret_cast<float4*>(to) = x;
+    }
+  }
+
+  /// Sums d_weights over the lanes and warps that share a head.
   __device__ void store_d_weights() {
 #pragma unroll
     for (int n = 0; n < kHeadBlocks; ++n) {

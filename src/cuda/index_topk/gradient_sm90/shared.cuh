@@ -62,13 +62,10 @@ struct RowOutputs {
 
 /// What the products of a block with q say about its slots.
 template <int kHeads>
-struct Scores {
+struct alignas(1024) Scores {
   std::byte d_scores[kHeads * kTileRowBytes];  // [heads, keys], 0 unless a > 0
   Heads<kHeads> positive[kBlock];              // where a > 0; only if not all products are finite
 };
-
-/// Floats from one row of d_k to the next: four rows begin in distinct banks.
-inline constexpr int kKeyStride = kColumns + 8;
 
 template <class T, int kHeads>
 struct SharedStorage {
@@ -76,16 +73,14 @@ struct SharedStorage {
     std::byte k[kStages][kTiles][kTileBytes];  // [keys, columns]
     RowOutputs<T, kHeads> outputs;             // after the last block
   };
-  std::byte q[kTiles][kHeads * kTileRowBytes];  // [heads, columns]
-  union {
-    float reduction[kThreads / 32];  // before the first block
-    Scores<kHeads> scores;           // until d_q has been multiplied
-    alignas(16) float d_k[kBlock * kKeyStride - (kKeyStride - kColumns)];
-  };
-  std::int32_t keys[kStages][kBlock];  // -1: none
-  float d_scores[kStages][kBlock];     // 0 without a key
-  Barrier full[kStages];               // a block has landed; with the first, q has too
-  Barrier free[kStages];               // a block is no longer in use
+  std::byte q[kTiles][kHeads * kTileRowBytes];      // [heads, columns]
+  Scores<kHeads> scores[2];                         // of even and odd blocks
+  alignas(16) float d_k[kBlock][kTileColumns + 8];  // four rows begin in distinct banks
+  std::int32_t keys[kStages][kBlock];               // -1: none
+  float d_scores[kStages][kBlock];                  // 0 without a key
+  float reduction[kThreads / 32];
+  Barrier full[kStages];  // a block has landed; with the first, q has too
+  Barrier free[kStages];  // a block is no longer in use
 };
 // Three thread blocks per SM with 32 heads, two with 64; the system takes 1 KiB of each.
 static_assert(sizeof(SharedStorage<__nv_bfloat16, 32>) <= 228 * 1024 / 3 - 1024);

@@ -44,7 +44,7 @@ __device__ Positive<kHeads> positive_of(const float (&a)[kHeads / 2]) {
 /// d_q^T += k^T d_scores [columns, heads].
 template <class T, int kHeads>
 __device__ void add_query_terms(const SharedStorage<T, kHeads>& shared, int stage,
-                                float (&d_q)[kTiles][kHeads / 2]) {
+                                const Scores<kHeads>& scores, float (&d_q)[kTiles][kHeads / 2]) {
 #pragma unroll 1
   for (int key = 0; key < kBlock; ++key) {
     const int first_head = unknown(column_of(0, 0));
@@ -52,8 +52,8 @@ __device__ void add_query_terms(const SharedStorage<T, kHeads>& shared, int stag
 #pragma unroll
     for (int i = 0; i < kHeads / 2; ++i) {
       const int h = first_head + i / 4 * 8 + i % 2;
-      if (!(shared.scores.positive[key] >> h & 1)) continue;
-      const float d_score = element<T>(shared.scores.d_scores, h, key);
+      if (!(scores.positive[key] >> h & 1)) continue;
+      const float d_score = element<T>(scores.d_scores, h, key);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         d_q[tile][i] += d_score * element<T>(shared.k[stage][tile], key, column + i / 2 % 2 * 8);
