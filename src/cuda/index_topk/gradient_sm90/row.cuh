@@ -223,10 +223,18 @@ class Row {
     const bool has_column = tile * kTileColumns + column < params_.dim;
     float* const to = params_.d_k + tile * kTileColumns + column;
 #pragma unroll
-    for (int i = lane() / 16; i < 16; i += 2) {
-      const std::int32_t row = __shfl_sync(kAllLanes, target, i);
-      const float4 four = *reinterpret_cast<const float4*>(&shared_.d_k[warp() * 16 + i][column]);
-      if (row >= 0 && has_column) emit_four(to + row * params_.d_k_stride, four);
+    for (int first = 0; first < 16; first += 8) {
+      float4 fours[4];  // loaded ahead, since each addition waits for its operands
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = warp() * 16 + first + i * 2 + lane() / 16;
+        fours[i] = *reinterpret_cast<const float4*>(&shared_.d_k[row][column]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const std::int32_t row = __shfl_sync(kAllLanes, target, first + i * 2 + lane() / 16);
+        if (row >= 0 && has_column) emit_four(to + row * params_.d_k_stride, fours[i]);
+      }
     }
     __syncwarp();  // the next columns take the same place
   }
