@@ -27,7 +27,7 @@ class Row {
 
   /// Adds `blocks` blocks of keys.
   __device__ void run(int blocks) {
-    load_weights();
+    share_weights();
     PipelineState<kStages> pipeline;
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
@@ -45,12 +45,15 @@ class Row {
 
   __device__ float weight(int h) const { return h < params_.heads ? weights_of_row_[h] : 0; }
 
-  __device__ void load_weights() {
+  /// Puts the weights, two heads in a word, into shared memory for all.
+  __device__ void share_weights() {
+    const int thread = static_cast<int>(threadIdx.x);
     const float factor = 1 / scale_.weight;
-#pragma unroll
-    for (int n = 0; n < kHeadBlocks; ++n) {
-      weights_[n] = pack<T>(weight(column_of(n, 0)) * factor, weight(column_of(n, 1)) * factor);
+    if (thread < kHeads / 2) {
+      shared_.weights[thread] =
+          pack<T>(weight(thread * 2) * factor, weight(thread * 2 + 1) * factor);
     }
+    sync_consumers();
   }
 
   // ---- A block of keys.
@@ -157,7 +160,7 @@ class Row {
         const int half = j % 2;
         const float* const pair = &a[n * 4 + half * 2];
         const std::uint32_t positive = (pair[0] > 0 ? 0xffffu : 0) | (pair[1] > 0 ? ~0xffffu : 0);
-        weights[i][j] = weights_[n] & positive;
+        weights[i][j] = shared_.weights[column_of(n, 0) / 2] & positive;
         d_scores[j] = d_score_pairs[half] & positive;
       }
       store_transposed(to + i * 16 * kTileRowBytes, d_scores);
@@ -306,8 +309,7 @@ class Row {
   const float* const weights_of_row_;
   const RowScale scale_;
   Storage& shared_;
-  float d_scores_[2];                   // of this lane's keys in the block
-  std::uint32_t weights_[kHeadBlocks];  // of this lane's heads, two in a word
+  float d_scores_[2];  // of this lane's keys in the block
   float d_weights_[kHeadBlocks][2] = {};
   float d_q_[kTiles][kHeads / 2] = {};  // [columns, heads]
 };

@@ -78,6 +78,7 @@ struct SharedStorage {
   alignas(16) float d_k[kBlock][kTileColumns + 8];  // four rows begin in distinct banks
   std::int32_t keys[kStages][kBlock];               // -1: none
   float d_scores[kStages][kBlock];                  // 0 without a key
+  std::uint32_t weights[kHeads / 2];                // two neighbours in a word
   float reduction[kThreads / 32];
   Barrier full[kStages];  // a block has landed; with the first, q has too
   Barrier free[kStages];  // a block is no longer in use
