@@ -23,7 +23,6 @@ fi
 tests() {
   cat <<'LIST'
 hopper_barrier_test *
-hopper_bulk_copy_test *
 hopper_gather_test *
 hopper_tensor_copy_test *
 hopper_wgmma_test *

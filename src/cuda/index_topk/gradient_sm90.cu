@@ -71,9 +71,10 @@ __global__ void __launch_bounds__(kThreads, kHeads == kFewHeads ? 3 : 2)
       shared.free[i].init(kConsumers / 32);
     }
     fence_barrier_init();
+    for (Scores<kHeads>& scores : shared.scores) scores.infinite_block = -1;
   }
   const RowScale scale = scale_of_row(params, t, slots, shared);
-  __syncthreads();  // the barriers are there for all
+  __syncthreads();  // what thread 0 initialises is there for all
   if (threadIdx.x >= kConsumers) {
     Producer<T, kHeads>(params, t, slots, shared).run();
   } else {
@@ -116,15 +117,16 @@ void launch_pass(const IndexGradient& call, std::int64_t first_head, cudaStream_
          params);
 }
 
+/// Heads come outermost, so that terms are summed in the same order however rows are cut.
 template <class T>
 void run_gradient(const IndexGradient& call, const TermPlan& plan, const TermMemory& memory,
                   cudaStream_t stream) {
   const std::int64_t tokens = call.q.shape[0];
   const std::int64_t rows_at_once = plan.rows == 0 ? kMaxBlocks : std::min(plan.rows, kMaxBlocks);
-  for (std::int64_t first_row = 0; first_row < tokens; first_row += rows_at_once) {
-    const std::int64_t rows = std::min(rows_at_once, tokens - first_row);
-    IndexGradient piece = part_of(call, first_row, rows, 0, call.slots.slots);
-    for (std::int64_t head = 0; head < call.q.shape[1]; head += kMostHeads) {
+  for (std::int64_t head = 0; head < call.q.shape[1]; head += kMostHeads) {
+    for (std::int64_t first_row = 0; first_row < tokens; first_row += rows_at_once) {
+      const std::int64_t rows = std::min(rows_at_once, tokens - first_row);
+      IndexGradient piece = part_of(call, first_row, rows, 0, call.slots.slots);
       if (plan.rows == 0) {
         launch_pass<T, KeyGradient::added>(piece, head, stream);
         continue;

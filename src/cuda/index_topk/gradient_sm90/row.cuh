@@ -71,9 +71,10 @@ class Row {
     Scores<kHeads>& scores = shared_.scores[block % 2];
     std::uint32_t weights[kHeads / 16][4];
     take_positive(a, scores, weights);
+    if (!is_finite) scores.infinite_block = block;
     fence_proxy_async();
-    // After this barrier the scores are there for all, and none reads those of the previous block.
-    const bool all_finite = !sync_consumers_or(!is_finite);
+    sync_consumers();  // the scores are there for all, and none reads those of the previous block
+    const bool all_finite = scores.infinite_block != block;
     Positive<kHeads> positive{};
     float d_k[32];
     const auto add_terms = [&](int tile) {
@@ -211,15 +212,19 @@ class Row {
   /// Emits d_score times 64 columns of d_k. Through shared memory, where every warp has its own
   /// keys, half a warp gets the columns of a key: L2 adds full lines of 128 bytes fastest.
   __device__ void emit_keys(int tile, std::int32_t target, const float (&d_k)[32]) {
+    const float factors[2] = {d_scores_[0] * scale_.weight, d_scores_[1] * scale_.weight};
+    const auto put = [&](auto product) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float factor = d_scores_[half] * scale_.weight;
-#pragma unroll
-      for (int i = 0; i < kTileColumns / 8; ++i) {
-        const float* const pair = &d_k[i * 4 + half * 2];
-        *reinterpret_cast<float2*>(&shared_.d_k[row_of(half)][column_of(i, 0)]) =
-            make_float2(scaled(pair[0], factor), scaled(pair[1], factor));
+      for (int i = 0; i < 32; i += 2) {
+        const int half = i / 2 % 2;
+        *reinterpret_cast<float2*>(&shared_.d_k[row_of(half)][column_of(i / 4, 0)]) =
+            make_float2(product(d_k[i], factors[half]), product(d_k[i + 1], factors[half]));
       }
+    };
+    if (fabsf(factors[0]) < INFINITY && fabsf(factors[1]) < INFINITY) {
+      put([](float sum, float factor) { return sum * factor; });
+    } else {
+      put([](float sum, float factor) { return scaled(sum, factor); });
     }
     __syncwarp();
     const int column = lane() % 16 * 4;

@@ -65,6 +65,7 @@ template <int kHeads>
 struct alignas(1024) Scores {
   std::byte d_scores[kHeads * kTileRowBytes];  // [heads, keys], 0 unless a > 0
   Heads<kHeads> positive[kBlock];              // where a > 0; only if not all products are finite
+  int infinite_block;                          // the last block of which not all are
 };
 
 template <class T, int kHeads>
@@ -89,21 +90,6 @@ static_assert(sizeof(SharedStorage<__nv_bfloat16, 64>) <= 228 * 1024 / 2 - 1024)
 
 /// Waits for all consumers.
 __device__ inline void sync_consumers() { sync_warps<1, kConsumers>(); }
-/// The same; returns whether `any` is true for one of them.
-__device__ inline bool sync_consumers_or(bool any) {
-  int result;
-  asm volatile(
-      "{\n"
-      ".reg .pred p, q;\n"
-      "setp.ne.s32 p, %1, 0;\n"
-      "bar.red.or.pred q, 1, %2, p;\n"
-      "selp.s32 %0, 1, 0, q;\n"
-      "}\n"
-      : "=r"(result)
-      : "r"(any ? 1 : 0), "n"(kConsumers)
-      : "memory");
-  return result != 0;
-}
 
 __device__ inline int lane() { return static_cast<int>(threadIdx.x) % 32; }
 __device__ inline int warp() { return static_cast<int>(threadIdx.x) / 32; }
