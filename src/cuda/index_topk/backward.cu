@@ -77,7 +77,7 @@ void run(const IndexTopkBackward& args, const Execution& execution) {
 Kernels<IndexTopkBackward> kernels(std::type_identity<IndexTopkBackward>) {
   static constexpr Kernel<IndexTopkBackward> kKernels[] = {
       {"sm90", why_not_sm90, workspace_bytes, run<index_gradient_sm90>},
-      {"general", why_not, workspace_bytes, run<index_gradient>}};
+      {"general", why_not, workspace_bytes, run<index_gradient_general>}};
   return kKernels;
 }
 

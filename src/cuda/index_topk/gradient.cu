@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of the indexer's scores, for every shape and type.
+// The gradients of the indexer's scores, for every shape and type; and the choice between this
+// kernel and Hopper's.
 //
 // A block has one query row, up to 64 of its heads and 128 of its columns, and walks over the row's
 // slots in tiles of 64 keys (common/head_products.cuh):
@@ -12,12 +13,14 @@
 // clang-format on
 // More heads and columns take more passes. Powers of two are factored out of both matrices, so that
 // their elements are around 1 in f16 too. A tile with a product that is not finite is summed term
-// by term, because terms that a > 0 excludes must not enter as 0 * inf. Shared memory: 74 KiB,
-// three blocks per SM. Limits: L2 (every row is read twice, and the atomics), then shared memory.
+// by term, because terms that a > 0 excludes must not enter as 0 * inf. Shared memory: 53 to 74
+// KiB, three or four blocks per SM. Limits: L2 (every row is read twice, and the atomics), then
+// shared memory.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <type_traits>
 
 #include "cuda/index_topk/gradient.cuh"
 #include "cuda/index_topk/row_gradient.cuh"
@@ -27,8 +30,13 @@ namespace {
 
 using namespace row_gradient;
 
+/// Minimum resident blocks per SM. Four leave 128 registers a thread, too few for 64 heads and for
+/// the scales of f16, and too little shared memory for f32.
 template <class T, int kHeads>
-__global__ void __launch_bounds__(kHeadThreads, kHeads == 64 ? 3 : 4)
+constexpr int kResidentBlocks = std::is_same_v<T, __nv_bfloat16>&& kHeads < 64 ? 4 : 3;
+
+template <class T, int kHeads>
+__global__ void __launch_bounds__(kHeadThreads, kResidentBlocks<T, kHeads>)
     index_gradient_kernel(const __grid_constant__ GradientParameters parameters) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<SharedStorage<T, kHeads>*>(memory);
@@ -105,8 +113,8 @@ void launch_passes(const IndexGradient& call, const Wanted& wanted, cudaStream_t
 
 }  // namespace
 
-void index_gradient(const IndexGradient& call, const TermPlan& plan, const TermMemory& memory,
-                    cudaStream_t stream) {
+void index_gradient_general(const IndexGradient& call, const TermPlan& plan,
+                            const TermMemory& memory, cudaStream_t stream) {
   if (plan.rows == 0) return launch_passes(call, {true, KeyGradient::added}, stream);
   launch_passes(call, {true, KeyGradient::none}, stream);
   const std::int64_t tokens = call.q.shape[0];
@@ -120,6 +128,16 @@ void index_gradient(const IndexGradient& call, const TermPlan& plan, const TermM
       add_in_order(plan, memory, piece.slots, rows, call.d_k, stream);
     }
   }
+}
+
+void index_gradient(const IndexGradient& call, const TermPlan& plan, const TermMemory& memory,
+                    cudaStream_t stream) {
+  Tensor d_k = tensor(call.d_k.data, DType::f32, {call.d_k.keys, call.d_k.dim}, call.q.device);
+  d_k.stride[0] = call.d_k.stride;
+  // Whether a plan has whole rows depends on their number and length, which may not change bits.
+  const bool on_hopper =
+      plan.rows == 0 && why_not_gradient_sm90(call.q, call.k, call.d_q, d_k).empty();
+  (on_hopper ? index_gradient_sm90 : index_gradient_general)(call, plan, memory, stream);
 }
 
 }  // namespace winnow::cuda

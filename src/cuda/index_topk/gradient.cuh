@@ -26,15 +26,18 @@ struct IndexGradient {
 
 /// Computes the formulas of IndexTopkBackward. Without a plan d_k is summed by atomics, with one
 /// deterministically.
-void index_gradient(const IndexGradient& call, const TermPlan& plan, const TermMemory& memory,
-                    cudaStream_t stream);
-
-/// The same on Hopper. A plan has whole rows.
+void index_gradient_general(const IndexGradient& call, const TermPlan& plan,
+                            const TermMemory& memory, cudaStream_t stream);
+/// The same on Hopper, with plans of whole rows only.
 void index_gradient_sm90(const IndexGradient& call, const TermPlan& plan, const TermMemory& memory,
                          cudaStream_t stream);
 /// Why it does not take these tensors, or an empty string.
 std::string why_not_gradient_sm90(const Tensor& q, const Tensor& k, const Tensor& d_q,
                                   const Tensor& d_k);
+
+/// The same by the better of the two that can.
+void index_gradient(const IndexGradient& call, const TermPlan& plan, const TermMemory& memory,
+                    cudaStream_t stream);
 
 /// The query rows [first, first + rows) of a tensor.
 inline Tensor rows_of(Tensor tensor, std::int64_t first, std::int64_t rows) {

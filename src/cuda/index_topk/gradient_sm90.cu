@@ -1,22 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of the indexer's scores on Hopper: rows of up to 128 elements, bf16 and f16.
+// The gradients of the indexer's scores on Hopper: rows of up to 128 elements, bf16 and f16, any
+// number of heads.
 //
-// A block is one warpgroup; it takes a query row with up to 32 or 64 of its heads, whose q stays in
-// shared memory while the row's keys pass, 64 at a time. Of a block of keys:
+// A thread block has one query row and up to 32 or 64 of its heads; their q stays in shared memory
+// while the row's keys pass, 64 at a time.
 //
 // clang-format off
-//   a = k q^T [keys, heads]      in registers. Where a > 0 its weight stays there as a fragment, and
-//                                its d_score goes to shared memory; d_weights += d_score a
-//   d_k = weights q              [keys, columns]; times d_score to shared memory, from where the
-//                                async proxy adds it to device memory, a row of a key at a time, or
-//                                stores it as a term that is summed later (common/key_sums.cuh)
-//   d_q^T += k^T d_scores        [columns, heads], in registers until the row ends
+// producer warp        gathers blocks of keys, with their rows and d_scores
+// consumer warpgroup   a = k q^T [keys, heads]. d_weights += d_scores max(a, 0). Where a > 0 the
+//                      weights stay in registers, as fragments, and the d_scores go to shared memory
+//                      d_q^T += k^T d_scores [columns, heads], in registers until the row ends
+//                      d_k = weights q [keys, 64 columns], times d_scores, through shared memory to
+//                      its keys: by atomics, or as terms that are summed later (common/key_sums.cuh)
+//
+// barriers of a block  full   keys, rows and d_scores have landed
+//                      free   its products are done, so the next keys may be gathered
+//                      sync_consumers, once: the d_scores where a > 0 are there for all four warps
 // clang-format on
 //
-// The next two blocks of keys are under way meanwhile. Nothing else overlaps within a thread block:
-// three of them share an SM (two with 64 heads), and one multiplies while another gathers or adds.
-// Shared memory, with 32 heads: keys 32, q 8, d_k 34 KiB. Powers of two are factored out of weights
-// and d_scores in f16. The limit is L2, which adds 512 bytes for every key of a query.
+// Nothing else overlaps within a thread block: three of them share an SM (two with 64 heads), and
+// one multiplies while another adds. Shared memory with 32 heads: keys 32, q 8, d_scores 10, d_k
+// 18 KiB. Powers of two are factored out of weights and d_scores, so that they are around 1 in f16.
+// Products that are not finite are summed term by term (terms.cuh). The limit is L2, which adds 512
+// bytes for every key of a query.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -75,10 +81,11 @@ __global__ void __launch_bounds__(kThreads, kHeads == kFewHeads ? 3 : 2)
   }
   const RowScale scale = scale_of_row(params, t, slots, shared);
   __syncthreads();  // what thread 0 initialises is there for all
+  const int blocks = slots.count / kBlock + (slots.count % kBlock != 0 ? 1 : 0);
   if (threadIdx.x >= kConsumers) {
-    Producer<T, kHeads>(params, t, slots, shared).run();
+    Producer<T, kHeads>(params, t, slots, shared).run(blocks);
   } else {
-    Row<T, kHeads, kMode>(params, t, scale, shared).run((slots.count + kBlock - 1) / kBlock);
+    Row<T, kHeads, kMode>(params, t, scale, shared).run(blocks);
   }
 }
 
@@ -105,7 +112,8 @@ void launch_pass(const IndexGradient& call, std::int64_t first_head, cudaStream_
                                 .tokens = call.q.shape[0],
                                 .slots = call.slots,
                                 .heads = static_cast<std::int32_t>(heads),
-                                .dim = static_cast<std::int32_t>(call.q.shape[2])};
+                                .dim = static_cast<std::int32_t>(call.q.shape[2]),
+                                .zero_is_no_slot = call.zero_is_no_slot};
   const bool few = heads <= kFewHeads;
   launch(few ? index_gradient_kernel<T, kFewHeads, kMode>
              : index_gradient_kernel<T, kMostHeads, kMode>,

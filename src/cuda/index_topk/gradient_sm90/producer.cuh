@@ -21,12 +21,13 @@ class Producer {
         d_scores_(params.d_scores + t * params.d_scores_stride),
         shared_(shared) {}
 
-  __device__ void run() {
+  /// Gathers `blocks` blocks.
+  __device__ void run(int blocks) {
     load_slots(0);
     load_heads();
     PipelineState<kStages> pipeline;
 #pragma unroll 1
-    for (int block = 0; block * kBlock < slots_.count; ++block) {
+    for (int block = 0; block < blocks; ++block) {
       shared_.free[pipeline.stage].wait(pipeline.phase - 1);
       gather(pipeline.stage);
       load_slots(block + 1);
@@ -42,7 +43,7 @@ class Producer {
   __device__ void load_slots(int block) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int slot = block * kBlock + i * 32 + lane();
+      const std::int64_t slot = std::int64_t{block} * kBlock + i * 32 + lane();
       key_[i] = slots_.key(slot);
       d_score_[i] = slot < slots_.count ? __ldg(d_scores_ + slot) : 0;
     }
@@ -70,16 +71,17 @@ class Producer {
 
   __device__ void gather(int stage) {
 #pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (params_.zero_is_no_slot && d_score_[i] == 0) key_[i] = -1;
+      shared_.keys[stage][i * 32 + lane()] = key_[i];
+      shared_.d_scores[stage][i * 32 + lane()] = key_[i] < 0 ? 0 : d_score_[i];
+    }
+#pragma unroll
     for (int i = 0; i < kBlock / kRowsAtOnce; ++i) {
       const int row = i * kRowsAtOnce + lane() / 8;
       const std::int32_t key = __shfl_sync(0xffffffffu, key_[i * kRowsAtOnce / 32], row % 32);
       copy_row(shared_.k[stage][0], kTileBytes, row,
                params_.k + (key < 0 ? 0 : key) * params_.k_stride, key >= 0);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      shared_.keys[stage][i * 32 + lane()] = key_[i];
-      shared_.d_scores[stage][i * 32 + lane()] = key_[i] < 0 ? 0 : d_score_[i];
     }
     shared_.full[stage].arrive_after_copies();
     shared_.full[stage].arrive();

@@ -47,6 +47,7 @@ struct Parameters {
   SlotLists slots;
   std::int32_t heads;
   std::int32_t dim;
+  bool zero_is_no_slot;
 };
 
 /// A bit per head.
