@@ -8,10 +8,10 @@
 // clang-format off
 // producer warp        gathers blocks of keys, with their rows and d_scores
 // consumer warpgroup   a = k q^T [keys, heads]. d_weights += d_scores max(a, 0). Where a > 0 the
-//                      weights stay in registers, as fragments, and the d_scores go to shared memory
+//                      weights stay in registers as fragments, and d_scores go to shared memory
 //                      d_q^T += k^T d_scores [columns, heads], in registers until the row ends
-//                      d_k = weights q [keys, 64 columns], times d_scores, through shared memory to
-//                      its keys: by atomics, or as terms that are summed later (common/key_sums.cuh)
+//                      d_k = weights q [keys, 64 columns], times d_scores, through shared memory
+//                      to its keys: by atomics, or as terms summed later (common/key_sums.cuh)
 //
 // barriers of a block  full   keys, rows and d_scores have landed
 //                      free   its products are done, so the next keys may be gathered
