@@ -8,7 +8,7 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
-import megatron_layer
+import megatron_core
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,15 +27,15 @@ DOCUMENTS = [4, 16, 8, 0, 12]  # multiples of 4, as two zigzag ranks ask
 
 @pytest.fixture(scope="module")
 def ranks(two_ranks):
-    if not megatron_layer.FOLDER.exists():
-        pytest.skip(megatron_layer.MISSING)
+    if not megatron_core.FOLDER.exists():
+        pytest.skip(megatron_core.MISSING)
     two_ranks(_start)
     return two_ranks
 
 
 def _start() -> None:
     warnings.simplefilter("ignore")  # of Megatron, about packages that are not there
-    megatron_layer.find()
+    megatron_core.find()
     winnow.megatron.register()
 
 
@@ -50,10 +50,10 @@ class _Run:
         )
 
         tp, cp = (options.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "context"))
-        made = megatron_layer.config(**options, sequence_parallel=tp > 1)
+        made = megatron_core.config(**options, sequence_parallel=tp > 1)
         made.dsa_kernel_backend = backend  # not before, since it asks for a GPU
         numbers = range(1, made.num_layers + 1)
-        layers = torch.nn.ModuleList([megatron_layer.layer(made, number) for number in numbers])
+        layers = torch.nn.ModuleList([megatron_core.layer(made, number) for number in numbers])
         cu_seqlens = offsets(DOCUMENTS)
         tokens = int(cu_seqlens[-1])
         documents = None
@@ -126,7 +126,9 @@ def _registered() -> None:
     winnow.megatron.register()
     assert utils._VALID_DSA_KERNEL_BACKENDS == ("none", "tilelang", "cudnn", "winnow")
     assert list(dsa_kernels._BACKEND_MODULE_NAME_BY_BACKEND) == ["tilelang", "cudnn", "winnow"]
-    assert dsa_kernels._load_backend(SimpleNamespace(dsa_kernel_backend="winnow")) is winnow.megatron
+    assert (
+        dsa_kernels._load_backend(SimpleNamespace(dsa_kernel_backend="winnow")) is winnow.megatron
+    )
 
 
 def test_registering_twice_adds_one_name(ranks):
