@@ -58,8 +58,8 @@ class Layer:
     """A layer with an input; calling it makes a step of training."""
 
     def __init__(self, kind: str, backend: str, tokens: int) -> None:
-        config = megatron_core.config(**WIDTH, **(SHARED if kind == "shared" else {}))
-        config.dsa_kernel_backend = backend
+        sharing = SHARED if kind == "shared" else {}
+        config = megatron_core.config(**WIDTH, **sharing, dsa_kernel_backend=backend)
         generator = torch.Generator("cuda").manual_seed(tokens)
         shape = (tokens, 1, config.hidden_size)
         options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}

@@ -236,35 +236,35 @@ def test_a_mask_is_declined(ranks):
     ranks(_agree, False, LOSS, batch=2, masked=True, declined=declined)
 
 
-def _unabsorbed() -> None:
+def _unabsorbed(options: dict[str, Any], declined: dict[str, str]) -> None:
     from megatron.core import parallel_state
     from megatron.core.transformer.enums import AttnMaskType
 
     parallel_state.initialize_model_parallel()
-    made = megatron_core.config(**LOSS)
+    made = megatron_core.config(**options)
     core = megatron_core.layer(made).core_attention
     random = Random(3)
     inputs = [random.normal(24, 1, 4, dim, dtype=f32).requires_grad_() for dim in (24, 24, 16)]
     x, qr = (random.normal(24, 1, width, dtype=f32) for width in (64, 32))
     results = []
-    reasons = {
-        "run_fused_dsa_attention": FORM,
-        "run_fused_qk_topk_with_loss": "key has 4 heads: must have one, as in the absorbed form"
-        " of MLA",
-    }
-    for backend, declined in (("none", {}), ("winnow", reasons)):
+    for backend, reasons in (("none", {}), ("winnow", declined)):
         made.dsa_kernel_backend = backend
-        with _reasons(declined):
+        with _reasons(reasons):
             out = core(*inputs, None, x, qr, attn_mask_type=AttnMaskType.causal)
-        parameters = [*inputs, *core.parameters()]
+        parameters = [*inputs, *(core.parameters() if options else ())]
         results.append([out, *torch.autograd.grad(out.square().sum(), parameters)])
     parallel_state.destroy_model_parallel()
-    for actual, expected in zip(*results, strict=True):
-        assert_equal(actual, expected)
+    for expected, actual in zip(*results, strict=True):
+        assert_within(actual, expected.double(), LIMIT[f32])
 
 
-def test_keys_of_every_head_are_declined(ranks):
-    ranks(_unabsorbed)
+@pytest.mark.parametrize("options", [{}, LOSS], ids=["without loss", "with loss"])
+def test_keys_of_every_head_are_declined(ranks, options):
+    declined = {"run_fused_dsa_attention": FORM}
+    if options:
+        reason = "key has 4 heads: must have one, as in the absorbed form of MLA"
+        declined["run_fused_qk_topk_with_loss"] = reason
+    ranks(_unabsorbed, options, declined)
 
 
 def _selections_of_windows() -> None:
@@ -320,3 +320,11 @@ def test_other_reasons(changes, reason):
     with pytest.warns(UserWarning, match=start + reason):
         result = winnow.megatron.run_fused_absorbed_sparse_attention(**arguments | changes)
     assert result is None
+
+
+def test_an_indexer_of_another_width_is_declined():
+    winnow.megatron._warn.cache_clear()
+    q, k, weights = torch.zeros(4, 1, 2, 12), torch.zeros(4, 1, 12), torch.zeros(4, 1, 2)
+    windows = torch.zeros(4).int(), torch.ones(4).int()
+    with pytest.warns(UserWarning, match="dsa_indexer_head_dim 12: must be a multiple of 8"):
+        assert winnow.megatron.run_fused_qk_topk(q, k, weights, 2, *windows) is None
