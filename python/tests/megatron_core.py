@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer of the real Megatron-Core with DSA, for tests on the CPU and the benchmark.
 
-Megatron is imported by `find` only, since it brings Triton with it.
+Megatron is imported inside the functions: not every process that imports this file has it.
 """
 
 import sys
@@ -18,15 +18,18 @@ MISSING = f"megatron-core {VERSION} is not in {FOLDER}: scripts/setup.sh venv pu
 
 
 def find(folder: Path = FOLDER) -> None:
-    """Makes Megatron importable; without a GPU its tensors are made and stay on the CPU."""
-    if str(folder) in sys.path:
-        return
-    sys.path.append(str(folder))
-    if not torch.cuda.is_available():
-        make = torch.tensor
-        torch.tensor = lambda *args, pin_memory=False, **options: make(*args, **options)
-        torch.cuda.current_device = lambda: torch.device("cpu")
-        Tensor.cuda = lambda x, **_: x
+    """Makes Megatron importable."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def stay_on_the_cpu() -> None:
+    """Megatron makes its tensors on the current GPU and copies through pinned memory; in this
+    process both are the CPU from here on."""
+    make = torch.tensor
+    torch.tensor = lambda *args, pin_memory=False, **options: make(*args, **options)
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    Tensor.cuda = lambda x, **_: x
 
 
 def config(**options: Any) -> Any:

@@ -38,6 +38,7 @@ def ranks(two_ranks):
 def _start() -> None:
     warnings.simplefilter("ignore")  # of Megatron, about packages that are not there
     megatron_core.find()
+    megatron_core.stay_on_the_cpu()
     winnow.megatron.register()
 
 
