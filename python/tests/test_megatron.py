@@ -323,9 +323,16 @@ def test_other_reasons(changes, reason):
     assert result is None
 
 
-def test_an_indexer_of_another_width_is_declined():
+@pytest.mark.parametrize(
+    ("dim", "options", "reason"),
+    [
+        (12, {}, "dsa_indexer_head_dim 12: must be a multiple of 8"),
+        (16, {"sink": None, "bias": 1}, "bias, sink: megatron-core 0.19.2 has no such argument"),
+    ],
+)
+def test_other_reasons_of_the_indexer(dim, options, reason):
     winnow.megatron._warn.cache_clear()
-    q, k, weights = torch.zeros(4, 1, 2, 12), torch.zeros(4, 1, 12), torch.zeros(4, 1, 2)
+    q, k, weights = torch.zeros(4, 1, 2, dim), torch.zeros(4, 1, dim), torch.zeros(4, 1, 2)
     windows = torch.zeros(4).int(), torch.ones(4).int()
-    with pytest.warns(UserWarning, match="dsa_indexer_head_dim 12: must be a multiple of 8"):
-        assert winnow.megatron.run_fused_qk_topk(q, k, weights, 2, *windows) is None
+    with pytest.warns(UserWarning, match=reason):
+        assert winnow.megatron.run_fused_qk_topk(q, k, weights, 2, *windows, **options) is None

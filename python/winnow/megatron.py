@@ -27,6 +27,19 @@ from winnow._autograd import DenseIndexLoss, IndexTopk, Run
 from winnow.functional import Selection
 
 _RUN = Run(backend=None, kernel=None)
+# Arguments that say how rows are split over ranks and blocks, which the windows say too.
+_LAYOUT = {
+    "attn_mask_type",
+    "block_size",
+    "cp_size",
+    "local_packed_cp_query_len",
+    "local_packed_cp_query_start",
+    "local_packed_cp_rank",
+    "packed_seq_params",
+    "single_packed_thd_sequence",
+    "use_local_indexer_varlen",
+    "varlen_is_plain_causal",
+}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -67,12 +80,12 @@ def run_fused_qk_topk(
         weights: [sq, b, index_heads], all scales folded in.
         index_topk: the number of keys to select.
         starts, ends: [sq], row t sees the keys [starts[t], ends[t]).
-        layout: how rows are split over ranks and blocks, which the windows already say.
+        layout: arguments without which the windows say the same.
 
     Returns:
         topk_indices [b, sq, topk] int32, ascending, followed by -1, and topk_length [b, sq] int32.
     """
-    if reason := _why_not_select(q, use_relu):
+    if reason := _why_not_select(q, use_relu, layout):
         return _decline("run_fused_qk_topk", reason)
     return _stacked(_select(q, k, weights, index_topk, starts, ends, with_scores=False))
 
@@ -113,7 +126,7 @@ def run_fused_qk_topk_with_loss(
         topk_indices, topk_length and the loss, multiplied by loss_coeff.
     """
     v_channels = config.kv_lora_rank
-    reason = _why_not_select(q, use_relu) or _why_not_attend(query, key, v_channels)
+    reason = _why_not_select(q, use_relu, layout) or _why_not_attend(query, key, v_channels)
     if reason:
         return _decline("run_fused_qk_topk_with_loss", reason)
     selections = _select(q, k, weights, index_topk, starts, ends, with_scores=True)
@@ -193,7 +206,7 @@ def run_fused_dsa_attention(
     """
     v_channels = config.kv_lora_rank
     reason = (
-        _why_not_select(q_indexer, use_relu)
+        _why_not_select(q_indexer, use_relu, layout)
         or _why_not_absorbed(absorbed_mla, value, up_v_weight)
         or _why_not_attend(query, key, v_channels)
         or _why_not_windows(varlen_starts, varlen_ends, key_positions)
@@ -343,7 +356,9 @@ def _head_group(pg_collection: Any) -> Any:
     return group if group is not None and group.size() > 1 else None
 
 
-def _why_not_select(q: Tensor, use_relu: bool) -> str:
+def _why_not_select(q: Tensor, use_relu: bool, layout: dict[str, Any]) -> str:
+    if unknown := sorted(layout.keys() - _LAYOUT):
+        return f"{', '.join(unknown)}: megatron-core 0.19.2 has no such argument"
     if not use_relu:
         return "dsa_indexer_scoring_relu is False: the scores of winnow have the ReLU"
     if q.shape[-1] % 8:
