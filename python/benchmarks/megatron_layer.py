@@ -4,9 +4,10 @@
     PYTHONPATH=python .venv/bin/python python/benchmarks/megatron_layer.py [--megatron FOLDER]
 
 Needs a GPU. The layer is Megatron's AbsorbedMLASelfAttention in bf16 with one document, projections
-included; "own" selects its keys and has the indexer's loss over them, "shared" takes the selection
-of another layer. Times are medians of forward and backward together, memory is the largest amount
-allocated during a step beyond what is allocated before it. At the first size the two are compared.
+included; "own" selects its keys and has the indexer's loss over them, "linear" does so by scores
+without ReLU, "shared" takes the selection of another layer. Times are medians of forward and
+backward together, memory is the largest amount allocated during a step beyond what is allocated
+before it. At the first size the two are compared.
 """
 
 import argparse
@@ -39,7 +40,11 @@ WIDTH = {
     "params_dtype": torch.bfloat16,
     "bf16": True,
 }
-SHARED = {"dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1}
+KINDS = {
+    "own": {},
+    "linear": {"dsa_indexer_scoring_relu": False},
+    "shared": {"dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1},
+}
 UNFUSED_UP_TO = 8192  # tokens; it keeps several matrices of 64 heads x tokens x tokens
 
 
@@ -58,8 +63,7 @@ class Layer:
     """A layer with an input; calling it makes a step of training."""
 
     def __init__(self, kind: str, backend: str, tokens: int) -> None:
-        sharing = SHARED if kind == "shared" else {}
-        config = megatron_core.config(**WIDTH, **sharing, dsa_kernel_backend=backend)
+        config = megatron_core.config(**WIDTH, **KINDS[kind], dsa_kernel_backend=backend)
         generator = torch.Generator("cuda").manual_seed(tokens)
         shape = (tokens, 1, config.hidden_size)
         options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
@@ -83,7 +87,7 @@ class Layer:
         return {"out": out, "d_x": self.x.grad} | gradients
 
 
-def measured(step: Callable[[], object], repeats: int = 5) -> tuple[float, float]:
+def measured(step: Callable[[], object], repeats: int = 3) -> tuple[float, float]:
     """Milliseconds and GiB of a step."""
     step()
     before = torch.cuda.memory_allocated()
@@ -114,7 +118,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"a product of 8192^3 by torch takes {measured(lambda: a @ b, 20)[0]:.2f} ms")
     print(f"{'layer':<8}{'tokens':>8}{'backend':>9}{'ms':>9}{'GiB':>8}")
-    for kind in ("own", "shared"):
+    for kind in KINDS:
         for tokens in options.tokens:
             results = []
             for backend in ("none", "winnow"):

@@ -14,12 +14,11 @@ import megatron_core
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Random, assert_equal, assert_within, bf16, f32, f64, offsets
+from cases import GRAD_LIMIT, Random, assert_equal, assert_within, bf16, f32, f64, offsets
 from torch import Tensor
 
 import winnow.megatron
 
-LIMIT = {f32: 1e-5, bf16: 2e-2}
 LOSS = {"dsa_indexer_loss_coeff": 0.7}
 DENSE = LOSS | {"dsa_indexer_use_sparse_loss": False}
 SHARED = LOSS | {"dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1}
@@ -128,7 +127,7 @@ def _agree(
             )
     finally:
         parallel_state.destroy_model_parallel()
-    limit = LIMIT[options.get("params_dtype", f32)]
+    limit = GRAD_LIMIT[options.get("params_dtype", f32)]
     for name, expected in theirs.tensors.items():
         if expected is None:
             assert ours.tensors[name] is None, name
@@ -220,16 +219,15 @@ def test_two_ranks_agree(ranks, split, options, packed):
     ranks(_agree, packed, options | split)
 
 
-NO_RELU = "dsa_indexer_scoring_relu is False: the scores of winnow have the ReLU"
 MASK = "a mask: a row of winnow sees the keys of one interval [start, end)"
 FORM = "attention is not in the absorbed form of MLA, where a value is part of its key"
 
 
-@pytest.mark.parametrize("options", [{}, LOSS], ids=["without loss", "with loss"])
-def test_scores_without_relu_are_declined(ranks, options):
-    functions = ["run_fused_dsa_attention", "run_fused_qk_topk" + "_with_loss" * bool(options)]
-    declined = dict.fromkeys(functions, NO_RELU)
-    ranks(_agree, True, options | {"dsa_indexer_scoring_relu": False}, declined=declined)
+@pytest.mark.parametrize(
+    "options", [{}, LOSS, DENSE, SHARED, BF16], ids=["none", "sparse", "dense", "shared", "bf16"]
+)
+def test_scores_without_relu_agree(ranks, options):
+    ranks(_agree, True, options | {"dsa_indexer_scoring_relu": False})
 
 
 def test_a_mask_is_declined(ranks):
@@ -256,7 +254,7 @@ def _unabsorbed(options: dict[str, Any], declined: dict[str, str]) -> None:
         results.append([out, *torch.autograd.grad(out.square().sum(), parameters)])
     parallel_state.destroy_model_parallel()
     for expected, actual in zip(*results, strict=True):
-        assert_within(actual, expected.double(), LIMIT[f32])
+        assert_within(actual, expected.double(), GRAD_LIMIT[f32])
 
 
 @pytest.mark.parametrize("options", [{}, LOSS], ids=["without loss", "with loss"])

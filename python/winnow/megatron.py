@@ -85,8 +85,9 @@ def run_fused_qk_topk(
     Returns:
         topk_indices [b, sq, topk] int32, ascending, followed by -1, and topk_length [b, sq] int32.
     """
-    if reason := _why_not_select(q, use_relu, layout):
+    if reason := _why_not_select(q, layout):
         return _decline("run_fused_qk_topk", reason)
+    q, weights = _index_queries(q, weights, use_relu)
     return _stacked(_select(q, k, weights, index_topk, starts, ends, with_scores=False))
 
 
@@ -126,9 +127,10 @@ def run_fused_qk_topk_with_loss(
         topk_indices, topk_length and the loss, multiplied by loss_coeff.
     """
     v_channels = config.kv_lora_rank
-    reason = _why_not_select(q, use_relu, layout) or _why_not_attend(query, key, v_channels)
+    reason = _why_not_select(q, layout) or _why_not_attend(query, key, v_channels)
     if reason:
         return _decline("run_fused_qk_topk_with_loss", reason)
+    q, weights = _index_queries(q, weights, use_relu)
     selections = _select(q, k, weights, index_topk, starts, ends, with_scores=True)
     indices, lengths = _stacked(selections)
     with torch.no_grad():
@@ -206,7 +208,7 @@ def run_fused_dsa_attention(
     """
     v_channels = config.kv_lora_rank
     reason = (
-        _why_not_select(q_indexer, use_relu, layout)
+        _why_not_select(q_indexer, layout)
         or _why_not_absorbed(absorbed_mla, value, up_v_weight)
         or _why_not_attend(query, key, v_channels)
         or _why_not_windows(varlen_starts, varlen_ends, key_positions)
@@ -214,6 +216,7 @@ def run_fused_dsa_attention(
     if reason:
         return _decline("run_fused_dsa_attention", reason)
     starts, ends = varlen_starts.int(), varlen_ends.int()
+    q_indexer, indexer_weights = _index_queries(q_indexer, indexer_weights, use_relu)
     indexer = (q_indexer, k_indexer, indexer_weights)
     with_scores = loss_coeff > 0 and sparse_loss
     selections = _select(*indexer, indexer_topk, starts, ends, with_scores=with_scores)
@@ -228,6 +231,28 @@ def run_fused_dsa_attention(
     return out, _reduce(rows, loss_coeff, query_valid_rows, calculate_per_token_loss)
 
 
+def _index_queries(q: Tensor, weights: Tensor, use_relu: bool) -> tuple[Tensor, Tensor]:
+    """q and fp32 weights with which the scores of index_topk are those of Megatron's indexer.
+
+    Without the ReLU a score is linear: that of one head, the weighted sum of all. Its fp32 values
+    are split into parts of the dtype of the keys, and x = max(x, 0) - max(-x, 0) makes two heads of
+    every part. The gradient of the sum is that of its first part.
+    """
+    weights = weights.float()
+    if use_relu:
+        return q, weights
+    whole = torch.einsum("sbh,sbhd->sbd", weights, q.float())
+    parts = [whole.to(q.dtype)]
+    rest = whole.detach()
+    for _ in range(2 if q.dtype != torch.float32 else 0):  # 3 x 8 bits are those of fp32
+        rest = rest - parts[-1].detach().float()
+        parts.append(rest.to(q.dtype))
+    heads = torch.stack([*parts, *(-part for part in parts)], dim=2)
+    signs = torch.ones(heads.shape[:3], device=q.device)
+    signs[:, :, len(parts) :] = -1
+    return heads, signs
+
+
 def _select(
     q: Tensor,
     k: Tensor,
@@ -240,7 +265,6 @@ def _select(
     """The selection of every slice of the batch; with scores it is differentiable."""
     topk = min(topk, len(k))
     ends = ends.clamp(max=len(k))  # those of padding rows may lie behind all keys
-    weights = weights.float()
     selections = []
     for i in range(q.shape[1]):
         inputs = (q[:, i], k[:, i], weights[:, i], None, starts, ends, topk, "ascending")
@@ -322,7 +346,7 @@ def _dense_loss(
     pg_collection: Any,
 ) -> Tensor:
     """[b, sq]: the loss of every row over its whole window, for which all heads are gathered."""
-    query, key, weights = query.detach(), key.detach(), weights.float()
+    query, key = query.detach(), key.detach()
     ends = ends.clamp(max=len(k))
     group = _head_group(pg_collection)
     if group is not None:
@@ -356,11 +380,9 @@ def _head_group(pg_collection: Any) -> Any:
     return group if group is not None and group.size() > 1 else None
 
 
-def _why_not_select(q: Tensor, use_relu: bool, layout: dict[str, Any]) -> str:
+def _why_not_select(q: Tensor, layout: dict[str, Any]) -> str:
     if unknown := sorted(layout.keys() - _LAYOUT):
         return f"{', '.join(unknown)}: megatron-core 0.19.2 has no such argument"
-    if not use_relu:
-        return "dsa_indexer_scoring_relu is False: the scores of winnow have the ReLU"
     if q.shape[-1] % 8:
         return f"dsa_indexer_head_dim {q.shape[-1]}: must be a multiple of 8"
     return _why_not_tensor("the indexer's q", q)
