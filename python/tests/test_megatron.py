@@ -290,6 +290,21 @@ def test_windows_of_any_kind_are_served(ranks):
     ranks(_selections_of_windows)
 
 
+def _rows_of_this_rank() -> None:
+    from megatron.core.transformer.experimental_attention_variant import dsa_layout
+
+    cu_seqlens = offsets(DOCUMENTS)
+    theirs = dsa_layout.build_packed_allgather_cp_local_positions(
+        cu_seqlens, dist.get_world_size(), dist.get_rank(), cu_seqlens.device
+    )
+    assert_equal(winnow.Packing(cu_seqlens, group=dist.group.WORLD).rows, theirs.int())
+
+
+def test_zigzag_ranks_hold_the_rows_that_a_packing_gives_them(ranks):
+    """So that winnow.rollout serves the context parallel of Megatron."""
+    ranks(_rows_of_this_rank)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
