@@ -93,6 +93,9 @@ def test_a_backend_that_is_not_here_is_named(capsys):
     assert "cuda" in reason and reason in capsys.readouterr().err
 
 
+PAGES = ["README.md", "docs/python.md", "docs/automodel.md", "docs/frameworks.md"]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_programs_in_the_documentation_run(page):
     programs = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)

@@ -16,7 +16,7 @@ import importlib.util
 __version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:  # without torch only winnow._lib is usable
-    from winnow import automodel, flash_mla, functional, metrics, reference
+    from winnow import automodel, flash_mla, functional, megatron, metrics, reference, rollout
     from winnow._lib import backends
     from winnow.checkpointing import keep_selections
     from winnow.functional import *  # noqa: F403
@@ -34,8 +34,10 @@ if importlib.util.find_spec("torch") is not None:  # without torch only winnow._
         "flash_mla",
         "gather_keys",
         "keep_selections",
+        "megatron",
         "metrics",
         "reference",
+        "rollout",
         "why_not",
         *functional.__all__,
     ]
