@@ -13,7 +13,13 @@ from winnow import _bench, _check, _lib, functional
 from winnow.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "docs/python.md", "docs/automodel.md", "docs/training-the-indexer.md"]
+PAGES = [
+    "README.md",
+    "docs/python.md",
+    "docs/automodel.md",
+    "docs/frameworks.md",
+    "docs/training-the-indexer.md",
+]
 
 
 def test_info(capsys):
@@ -91,9 +97,6 @@ def test_a_backend_that_is_not_here_is_named(capsys):
         main(["check", "--backend", "cuda"])
     reason = _lib.backend_why_not("cuda")
     assert "cuda" in reason and reason in capsys.readouterr().err
-
-
-PAGES = ["README.md", "docs/python.md", "docs/automodel.md", "docs/frameworks.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)
