@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face models with DeepSeek-style sparse attention, run and trained by winnow.
+
+    import winnow.transformers
+
+    winnow.transformers.enable(model)       # until winnow.transformers.disable(model)
+    with winnow.transformers.enabled(model):
+        model.generate(...)
+
+The models of transformers compute the scores of all keys for every indexer head, a mask
+[batch, 1, rows, keys], and keys and values for every attention head. Enabled, they select by
+index_topk and attend to the latents of the selected keys, in forward, backward and generation.
+docs/transformers.md lists families and versions, and what runs as in eager attention.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from winnow.transformers.attention import attention
+from winnow.transformers.families import FAMILIES, Family
+from winnow.transformers.rows import padding_mask
+
+__all__ = ["disable", "enable", "enabled"]
+
+_OLDEST = "5.18"
+_PATCHES = "_winnow_patches"
+
+
+def enable(model: nn.Module) -> nn.Module:
+    """Makes a model of transformers run sparse, in place, and returns it.
+
+    Enabling an enabled model changes nothing. Parameters, buffers, the state dict and the plans for
+    parallel execution stay as they are.
+
+    Args:
+        model: a model of one of the supported families, or a module that contains one (an adapter
+            of PEFT, a compiled or a wrapped model).
+    """
+    _check_version()
+    if _PATCHES in model.__dict__:
+        return model
+    found = [(module, family) for module in model.modules() if (family := _family_of(module))]
+    if not found:
+        raise ValueError(
+            f"enable: model is a {type(model).__name__}: must have layers of"
+            f" {', '.join(sorted(FAMILIES))}"
+        )
+    AttentionInterface.register("winnow", attention)
+    AttentionMaskInterface.register("winnow", padding_mask)
+    patches: list[tuple[Any, str, Any]] = []
+    configs = {}
+    for module, family in found:
+        for part, name, function in family.replacements(module):
+            patches.append((part, name, part.__dict__.get(name)))
+            setattr(part, name, MethodType(function, part))
+        configs[id(module.config)] = module.config
+    for config in configs.values():
+        patches.append((config, "_attn_implementation", config._attn_implementation))
+        config._attn_implementation = "winnow"
+    model.__dict__[_PATCHES] = patches
+    return model
+
+
+def disable(model: nn.Module) -> nn.Module:
+    """Makes an enabled model run as it did before, in place, and returns it."""
+    for part, name, previous in model.__dict__.pop(_PATCHES, ()):
+        if previous is None:
+            delattr(part, name)
+        else:
+            setattr(part, name, previous)
+    return model
+
+
+@contextmanager
+def enabled(model: nn.Module) -> Iterator[nn.Module]:
+    """`enable` for the time of a with block; a model that was enabled before stays so."""
+    was_enabled = _PATCHES in model.__dict__
+    try:
+        yield enable(model)
+    finally:
+        if not was_enabled:
+            disable(model)
+
+
+def _check_version() -> None:
+    if Version(transformers.__version__) < Version(_OLDEST):
+        raise ImportError(
+            f"enable: transformers {transformers.__version__}: must be {_OLDEST} or newer; older"
+            " ones cache keys and values of every head"
+        )
+
+
+def _family_of(module: nn.Module) -> Family | None:
+    """The family whose attention a module is; None for other modules."""
+    for cls in type(module).__mro__:
+        package, _, file = cls.__module__.rpartition(".")
+        family = FAMILIES.get(package.removeprefix("transformers.models."))
+        if family and file.startswith("modeling_") and cls.__name__ == family.attention:
+            return family
+    return None

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexers of the models, by index_topk instead of scores [batch, rows, heads, keys].
+
+What an indexer computes is the model's own: its modules and its rotary function are called here,
+and only scores and selection are replaced.
+"""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from winnow import ops  # noqa: F401  registers torch.ops.winnow
+from winnow.transformers.rows import is_padding_mask, real_keys, windows
+from winnow.transformers.warn import warn_once
+
+
+class IndexInputs(NamedTuple):
+    q: Tensor  # [batch, rows, index_heads, index_dim]
+    k: Tensor  # [batch, rows, index_dim]
+    weights: Tensor  # [batch, rows, index_heads] float32, all scales folded in
+
+
+def select(
+    indexer: nn.Module,
+    inputs: IndexInputs,
+    mask: Tensor,
+    position_ids: Tensor,
+    past_key_values: Any,
+) -> Tensor:
+    """[batch, rows, topk] int32: the selected slots, ascending, then -1."""
+    q, k, weights = inputs
+    batch, rows = q.shape[:2]
+    past: int | Tensor = 0
+    if past_key_values is not None:
+        k = past_key_values.update_indexer(k, indexer.layer_idx)
+        past = _length(past_key_values.layers[indexer.layer_idx], k) - rows
+    keys = k.shape[1]
+    real = real_keys(mask)
+    begin, end = windows(position_ids.expand(batch, rows), real, past)
+    if real is not None:  # a NaN score is never selected
+        k = k.masked_fill(~real[..., None], torch.nan)
+    first_keys = torch.arange(batch, device=k.device)[:, None] * keys
+    dtype = working_dtype(q)
+    indices, _, _ = torch.ops.winnow.index_topk_forward(
+        q.to(dtype).flatten(0, 1),
+        k.to(dtype).flatten(0, 1),
+        weights.flatten(0, 1),
+        None,
+        (begin + first_keys).flatten().int(),
+        (end + first_keys).flatten().int(),
+        indexer.index_topk,
+        "ascending",
+        False,
+    )
+    indices = indices.view(batch, rows, -1)
+    return torch.where(indices < 0, indices, indices - first_keys[..., None].int())
+
+
+def modeling(module: nn.Module) -> ModuleType:
+    """The file of transformers that defines a module, also where its class was wrapped."""
+    names = (cls.__module__ for cls in type(module).__mro__)
+    return sys.modules[next(name for name in names if name.startswith("transformers.models."))]
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which eager would multiply x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _length(layer: Any, k: Tensor) -> int | Tensor:
+    """The slots of a cache layer that are filled; a static one returns all slots as keys."""
+    filled = getattr(layer, "indexer_cumulative_length", None)
+    return k.shape[1] if filled is None else filled
+
+
+def _weights(indexer: nn.Module, hidden_states: Tensor) -> Tensor:
+    projected = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype))
+    return projected.float() * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+
+
+def _rotated(
+    indexer: nn.Module, q: Tensor, k: Tensor, rotate: Callable, position_embeddings, last: bool
+) -> tuple[Tensor, Tensor]:
+    """q and k with their first channels rotated, or their last ones."""
+    rope = indexer.qk_rope_head_dim
+    sizes = [indexer.head_dim - rope, rope] if last else [rope, indexer.head_dim - rope]
+    q_parts, k_parts = list(q.split(sizes, -1)), list(k.unsqueeze(2).split(sizes, -1))
+    q_parts[last], k_parts[last] = rotate(
+        q_parts[last], k_parts[last], *position_embeddings, unsqueeze_dim=2
+    )
+    return torch.cat(q_parts, -1), torch.cat(k_parts, -1).squeeze(2)
+
+
+def _queries(indexer: nn.Module, projected: Tensor) -> Tensor:
+    return projected.unflatten(-1, (indexer.n_heads, indexer.head_dim))
+
+
+def _low_rank_forward(rotary: str) -> Callable:
+    """The forward of an indexer whose queries come from the attention's low-rank queries."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past_key_values: Any = None,
+    ) -> Tensor:
+        if not is_padding_mask(attention_mask):
+            warn_once(OWN_MASK)
+            return type(self).forward(
+                self,
+                hidden_states,
+                q_resid,
+                position_embeddings,
+                attention_mask,
+                position_ids,
+                past_key_values,
+            )
+        with torch.no_grad():
+            q = _queries(self, self.wq_b(q_resid))
+            k = self.k_norm(self.wk(hidden_states))
+            rotate = getattr(modeling(self), rotary)
+            q, k = _rotated(self, q, k, rotate, position_embeddings, last=False)
+            inputs = IndexInputs(q, k, _weights(self, hidden_states))
+            return select(self, inputs, attention_mask, position_ids, past_key_values)
+
+    return forward
+
+
+OWN_MASK = (
+    "winnow.transformers: attention_mask of 4 dimensions: only padding masks [batch, keys] run"
+    " sparse; this batch runs as in eager attention"
+)
+
+interleaved = _low_rank_forward("apply_rotary_pos_emb_interleave")
+half_split = _low_rank_forward("apply_rotary_pos_emb")

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why something runs as in eager attention, said once a reason."""
+
+import warnings
+
+_told: set[str] = set()
+
+
+def warn_once(sentence: str) -> None:
+    if sentence not in _told:
+        _told.add(sentence)
+        warnings.warn(sentence, stacklevel=3)
