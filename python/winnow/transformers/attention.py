@@ -39,6 +39,9 @@ def attention(
         indices: [batch, rows, topk] of the indexer.
         s_aux: [heads], the sink of models that have one.
     """
+    if not hasattr(type(module), "expand_kv"):  # DeepSeek-V4, with a mask of the user's own
+        eager = modeling(module).eager_attention_forward
+        return eager(module, query, key, value, attention_mask, scaling, dropout)
     if "expand_kv" not in module.__dict__:
         raise RuntimeError(
             "winnow.transformers: this model was not enabled but shares its config with one that"
@@ -46,7 +49,8 @@ def attention(
         )
     if not is_padding_mask(attention_mask):  # the indexer has said so
         return _eager(module, query, key, value, attention_mask, indices, scaling, dropout)
-    if reason := why_eager(module, query, dropout):
+    width = key.shape[-1] + value.shape[-1]
+    if reason := why_eager(query, width, dropout) or _why_not_folded(module):
         warn_once(f"winnow.transformers: {reason}: attention runs as in eager, on the same keys")
         return _eager(module, query, key, value, None, indices, scaling, dropout)
     dtype = working_dtype(query)
@@ -61,19 +65,24 @@ def attention(
     return out, None
 
 
-def why_eager(module: nn.Module, query: Tensor, dropout: float) -> str:
-    """Why this call cannot run sparse; empty if it can."""
+def why_eager(query: Tensor, key_width: int, dropout: float) -> str:
+    """Why a call cannot run sparse; empty if it can."""
     if dropout:
         return f"attention_dropout {dropout}: sparse attention has none"
     if query.device.type not in ("cpu", "cuda"):
         return f"tensors on {query.device.type}: must be on cpu or cuda"
-    width = module.kv_lora_rank + module.qk_rope_head_dim
-    if width % 8 or module.kv_lora_rank % 8 or width > 1024:
-        return f"keys of {width} channels: must be a multiple of 8, at most 1024"
-    adapters = getattr(module.kv_b_proj, "lora_dropout", None)
-    if module.training and any(getattr(adapter, "p", 0) for adapter in (adapters or {}).values()):
+    if key_width % 8 or key_width > 1024:
+        return f"keys of {key_width} channels: must be a multiple of 8, at most 1024"
+    return ""
+
+
+def _why_not_folded(module: nn.Module) -> str:
+    """Why the weight of kv_b_proj cannot be folded into the queries; empty if it can."""
+    projection = module.kv_b_proj
+    dropouts = getattr(projection, "lora_dropout", {}).values()
+    if module.training and any(getattr(dropout, "p", 0) for dropout in dropouts):
         return "kv_b_proj has an adapter with dropout: its weight cannot be folded"
-    if getattr(module.kv_b_proj, "bias", None) is not None:
+    if getattr(projection, "bias", None) is not None:
         return "kv_b_proj has a bias: its weight cannot be folded"
     return ""
 
@@ -106,14 +115,23 @@ def _eager(
 ) -> tuple[Tensor, Tensor]:
     """The model's own attention, with the selected keys as a dense mask."""
     key, value = type(module).expand_kv(module, latent, rope)
-    keys = key.shape[2]
+    dense = dense_mask(indices, key.shape[2], query.dtype, mask)
+    eager = modeling(module).eager_attention_forward
+    return eager(module, query, key, value, dense, scaling=scaling, dropout=dropout)
+
+
+def dense_mask(
+    indices: Tensor, keys: int, dtype: torch.dtype, mask: Tensor | None = None
+) -> Tensor:
+    """[batch, 1, rows, keys]: `mask`, or 0, at the selected keys, and the lowest number elsewhere.
+
+    Args:
+        mask: [batch, 1, rows, keys] bool, or to be added to logits.
+    """
     selected = indices.new_zeros((*indices.shape[:2], keys + 1), dtype=torch.bool)
     selected.scatter_(-1, torch.where(indices < 0, keys, indices).long(), True)
     selected = selected[:, None, :, :keys]
-    lowest = torch.finfo(query.dtype).min
     if mask is None or mask.dtype == torch.bool:
         selected = selected if mask is None else selected & mask
-        mask = torch.zeros((), dtype=query.dtype, device=query.device)
-    dense = torch.where(selected, mask, lowest)
-    eager = modeling(module).eager_attention_forward
-    return eager(module, query, key, value, dense, scaling=scaling, dropout=dropout)
+        mask = torch.zeros((), dtype=dtype, device=indices.device)
+    return torch.where(selected, mask, torch.finfo(dtype).min)

@@ -6,22 +6,31 @@ from typing import NamedTuple
 
 from torch import nn
 
-from winnow.transformers import indexers
+from winnow.transformers import deepseek_v4, indexers
 from winnow.transformers.attention import latent_keys
+
+Replacements = Iterator[tuple[nn.Module, str, Callable]]
 
 
 class Family(NamedTuple):
     attention: str  # the name of its attention class
-    index: Callable  # the forward of its indexer
+    # Of one attention module: modules, names of methods, and what takes their place.
+    replacements: Callable[[nn.Module], Replacements]
 
-    def replacements(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Callable]]:
-        """Module, name of the method, and what takes its place, of one attention module."""
+
+def _latent(index: Callable) -> Callable[[nn.Module], Replacements]:
+    """For attention over latents, with the forward of its indexer."""
+
+    def replacements(module: nn.Module) -> Replacements:
         yield module, "expand_kv", latent_keys
         if module.indexer is not None:  # layers that share a selection have none
-            yield module.indexer, "forward", self.index
+            yield module.indexer, "forward", index
+
+    return replacements
 
 
 FAMILIES = {
-    "deepseek_v32": Family("DeepseekV32Attention", indexers.half_split),
-    "glm_moe_dsa": Family("GlmMoeDsaAttention", indexers.interleaved),
+    "deepseek_v32": Family("DeepseekV32Attention", _latent(indexers.half_split)),
+    "deepseek_v4": Family("DeepseekV4Attention", deepseek_v4.replacements),
+    "glm_moe_dsa": Family("GlmMoeDsaAttention", _latent(indexers.interleaved)),
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from winnow import ops  # noqa: F401  registers torch.ops.winnow
 from winnow.transformers.rows import is_padding_mask, real_keys, windows
-from winnow.transformers.warn import warn_once
+from winnow.transformers.warn import OWN_MASK, warn_once
 
 
 class IndexInputs(NamedTuple):
@@ -38,12 +38,26 @@ def select(
     if past_key_values is not None:
         k = past_key_values.update_indexer(k, indexer.layer_idx)
         past = _length(past_key_values.layers[indexer.layer_idx], k) - rows
-    keys = k.shape[1]
     real = real_keys(mask)
     begin, end = windows(position_ids.expand(batch, rows), real, past)
     if real is not None:  # a NaN score is never selected
         k = k.masked_fill(~real[..., None], torch.nan)
-    first_keys = torch.arange(batch, device=k.device)[:, None] * keys
+    return topk_slots(q, k, weights, begin, end, indexer.index_topk)
+
+
+def topk_slots(
+    q: Tensor, k: Tensor, weights: Tensor, begin: Tensor, end: Tensor, topk: int
+) -> Tensor:
+    """[batch, rows, topk] int32: the slots of the largest scores in [begin, end), then -1.
+
+    Args:
+        q: [batch, rows, index_heads, index_dim].
+        k: [batch, slots, index_dim].
+        weights: [batch, rows, index_heads] float32.
+        begin, end: [batch, rows].
+    """
+    batch, slots = k.shape[:2]
+    first_keys = torch.arange(batch, device=k.device)[:, None] * slots
     dtype = working_dtype(q)
     indices, _, _ = torch.ops.winnow.index_topk_forward(
         q.to(dtype).flatten(0, 1),
@@ -52,11 +66,11 @@ def select(
         None,
         (begin + first_keys).flatten().int(),
         (end + first_keys).flatten().int(),
-        indexer.index_topk,
+        topk,
         "ascending",
         False,
     )
-    indices = indices.view(batch, rows, -1)
+    indices = indices.view(batch, -1, topk)
     return torch.where(indices < 0, indices, indices - first_keys[..., None].int())
 
 
@@ -133,11 +147,6 @@ def _low_rank_forward(rotary: str) -> Callable:
 
     return forward
 
-
-OWN_MASK = (
-    "winnow.transformers: attention_mask of 4 dimensions: only padding masks [batch, keys] run"
-    " sparse; this batch runs as in eager attention"
-)
 
 interleaved = _low_rank_forward("apply_rotary_pos_emb_interleave")
 half_split = _low_rank_forward("apply_rotary_pos_emb")

@@ -61,21 +61,25 @@ def windows(position_ids: Tensor, real: Tensor | None, past: int | Tensor) -> tu
     if len(rows) == 1:
         begin = before
     else:
-        begins = _document_begins(position_ids, real, rows, slots)
+        own = None if real is None else real.index_select(1, slots)
+        begins = document_begins(position_ids, own, rows)
         latest = torch.where(begins, slots, -1).cummax(-1).values
         begin = torch.where(latest >= 0, latest, before)
     end = (slots + 1).expand_as(begin)
     return torch.minimum(begin, end), end
 
 
-def _document_begins(
-    position_ids: Tensor, real: Tensor | None, rows: Tensor, slots: Tensor
-) -> Tensor:
-    """[batch, rows] bool: whether a document begins at a row, after another one of these rows."""
+def document_begins(position_ids: Tensor, real: Tensor | None, rows: Tensor) -> Tensor:
+    """[batch, rows] bool: whether a document begins at a row, after another one of these rows.
+
+    Args:
+        position_ids: [batch, rows].
+        real: [batch, rows] bool, False for padding; None: there is none.
+        rows: [rows], 0, 1, ...
+    """
     if real is None:
         begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
     else:
-        real = real.index_select(1, slots)
         last_real = torch.where(real, rows, -1).cummax(-1).values[:, :-1]
         previous = position_ids.gather(1, last_real.clamp(min=0))
         begins = (position_ids[:, 1:] != previous + 1) & (last_real >= 0) & real[:, 1:]

@@ -3,6 +3,11 @@
 
 import warnings
 
+OWN_MASK = (
+    "winnow.transformers: attention_mask of 4 dimensions: only padding masks [batch, keys] run"
+    " sparse; this batch runs as in eager attention"
+)
+
 _told: set[str] = set()
 
 
