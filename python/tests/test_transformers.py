@@ -11,12 +11,18 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", minversion="5.18")
 from transformers import (  # noqa: E402
+    AXK2Config,
+    AXK2ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
+    HYV4Config,
+    HYV4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralLarge4Config,
+    MistralLarge4ForConditionalGeneration,
 )
 
 import winnow.transformers  # noqa: E402
@@ -46,11 +52,37 @@ SIZES = dict(
     attn_implementation="eager",
 )
 
+SHARED = ["full", "shared", "full"]  # the selection of the first layer serves the second
+
+
+def mistral_large4(**sizes) -> nn.Module:
+    """The last layer without rotary embeddings, the second with the keys of the first."""
+    del sizes["q_lora_rank"], sizes["attn_implementation"]
+    vision = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        model_type="pixtral",
+    )  # fmt: skip
+    text = dict(**sizes, indexer_types=SHARED, no_rope_layers=[1, 1, 0], kv_source_layers=[0, 0, 2])
+    config = MistralLarge4Config(text_config=text, vision_config=vision)
+    config._attn_implementation = "eager"
+    model = MistralLarge4ForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if "softmax_scaling" in name:  # 0 and 1 in a new model
+                x.uniform_(0.2, 1)
+    return model
+
+
 FAMILIES = {
-    "glm_moe_dsa": lambda **sizes: GlmMoeDsaForCausalLM(
-        GlmMoeDsaConfig(**sizes, indexer_types=["full", "shared", "full"])
-    ),
+    "axk2": lambda **sizes: AXK2ForCausalLM(AXK2Config(**sizes)),
     "deepseek_v32": lambda **sizes: DeepseekV32ForCausalLM(DeepseekV32Config(**sizes)),
+    "glm_moe_dsa": lambda **sizes: GlmMoeDsaForCausalLM(
+        GlmMoeDsaConfig(**sizes, indexer_types=SHARED)
+    ),
+    "hy_v4": lambda **sizes: HYV4ForCausalLM(
+        HYV4Config(**sizes, indexer_types=SHARED, learnable_sink_init=0.5)
+    ),
+    "mistral_large4": mistral_large4,
 }
 LOGIT_LIMIT = {f32: 1e-4, bf16: 2e-2}
 
@@ -302,15 +334,15 @@ def state(model: nn.Module) -> dict:
 
 
 def test_disable_restores_everything(model):
-    before, implementation = state(model), model.config._attn_implementation
+    before, config = state(model), model.config.get_text_config()
     names = list(model.state_dict())
     winnow.transformers.enable(model)
-    assert model.config._attn_implementation == "winnow"
+    assert config._attn_implementation == "winnow"
     assert list(model.state_dict()) == names
     winnow.transformers.enable(model)
     winnow.transformers.disable(model)
     assert state(model) == before
-    assert model.config._attn_implementation == implementation
+    assert config._attn_implementation == "eager"
     winnow.transformers.disable(model)
 
 

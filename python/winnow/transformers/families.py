@@ -30,7 +30,10 @@ def _latent(index: Callable) -> Callable[[nn.Module], Replacements]:
 
 
 FAMILIES = {
-    "deepseek_v32": Family("DeepseekV32Attention", _latent(indexers.half_split)),
+    "axk2": Family("AXK2Attention", _latent(indexers.axk2)),
+    "deepseek_v32": Family("DeepseekV32Attention", _latent(indexers.deepseek_v32)),
     "deepseek_v4": Family("DeepseekV4Attention", deepseek_v4.replacements),
-    "glm_moe_dsa": Family("GlmMoeDsaAttention", _latent(indexers.interleaved)),
+    "glm_moe_dsa": Family("GlmMoeDsaAttention", _latent(indexers.glm_moe_dsa)),
+    "hy_v4": Family("HYV4Attention", _latent(indexers.hy_v4)),
+    "mistral_large4": Family("MistralLarge4TextAttention", _latent(indexers.mistral_large4)),
 }

@@ -114,7 +114,26 @@ def _queries(indexer: nn.Module, projected: Tensor) -> Tensor:
     return projected.unflatten(-1, (indexer.n_heads, indexer.head_dim))
 
 
-def _low_rank_forward(rotary: str) -> Callable:
+def _interleaved(self, hidden_states, q_resid, position_embeddings) -> tuple[Tensor, Tensor]:
+    q, k = _queries(self, self.wq_b(q_resid)), self.k_norm(self.wk(hidden_states))
+    rotate = modeling(self).apply_rotary_pos_emb_interleave
+    return _rotated(self, q, k, rotate, position_embeddings, last=False)
+
+
+def _half_split(self, hidden_states, q_resid, position_embeddings) -> tuple[Tensor, Tensor]:
+    q, k = _queries(self, self.wq_b(q_resid)), self.k_norm(self.wk(hidden_states))
+    rotate = modeling(self).apply_rotary_pos_emb
+    return _rotated(self, q, k, rotate, position_embeddings, last=False)
+
+
+def _half_split_last(self, hidden_states, q_resid, position_embeddings) -> tuple[Tensor, Tensor]:
+    q, k = _queries(self, self.wq_b(q_resid)), self.wk(hidden_states)
+    k = self.k_norm(k.to(self.k_norm.weight.dtype)).to(hidden_states.dtype)  # a norm in fp32
+    rotate = modeling(self).apply_rotary_pos_emb
+    return _rotated(self, q, k, rotate, position_embeddings, last=True)
+
+
+def _low_rank(queries_and_keys: Callable) -> Callable:
     """The forward of an indexer whose queries come from the attention's low-rank queries."""
 
     def forward(
@@ -138,15 +157,39 @@ def _low_rank_forward(rotary: str) -> Callable:
                 past_key_values,
             )
         with torch.no_grad():
-            q = _queries(self, self.wq_b(q_resid))
-            k = self.k_norm(self.wk(hidden_states))
-            rotate = getattr(modeling(self), rotary)
-            q, k = _rotated(self, q, k, rotate, position_embeddings, last=False)
+            q, k = queries_and_keys(self, hidden_states, q_resid, position_embeddings)
             inputs = IndexInputs(q, k, _weights(self, hidden_states))
             return select(self, inputs, attention_mask, position_ids, past_key_values)
 
     return forward
 
 
-interleaved = _low_rank_forward("apply_rotary_pos_emb_interleave")
-half_split = _low_rank_forward("apply_rotary_pos_emb")
+deepseek_v32 = axk2 = _low_rank(_half_split)
+glm_moe_dsa = _low_rank(_interleaved)
+hy_v4 = _low_rank(_half_split_last)
+
+
+def mistral_large4(
+    self,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor,
+    position_ids: Tensor,
+    past_key_values: Any = None,
+) -> Tensor:
+    """The forward of an indexer with queries of its own, scaled by position, in some layers
+    without rotary embeddings."""
+    if not is_padding_mask(attention_mask):
+        warn_once(OWN_MASK)
+        return type(self).forward(
+            self, hidden_states, position_embeddings, attention_mask, position_ids, past_key_values
+        )
+    with torch.no_grad():
+        q = _queries(self, self.wq_b(self.q_input_norm(hidden_states)))
+        q = self.softmax_scaling(q, position_ids, head_dim_first=False)
+        k = self.k_norm(self.wk(hidden_states))
+        if self.use_rope:
+            rotate = modeling(self).apply_rotary_pos_emb_interleave
+            q, k = _rotated(self, q, k, rotate, position_embeddings, last=False)
+        inputs = IndexInputs(q, k, _weights(self, hidden_states))
+        return select(self, inputs, attention_mask, position_ids, past_key_values)
