@@ -442,7 +442,7 @@ def test_other_models_are_refused():
         vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
         num_attention_heads=2,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="LlamaForCausalLM: must have layers of axk2, deepseek_v32"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM: must have layers of axk2, deepseek"):
         winnow.transformers.enable(LlamaForCausalLM(config))
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from winnow.transformers.attention import attention
-from winnow.transformers.families import FAMILIES, Family
+from winnow.transformers.families import FAMILIES, Replace
 from winnow.transformers.rows import padding_mask
 
 __all__ = ["disable", "enable", "enabled"]
@@ -46,7 +46,7 @@ def enable(model: nn.Module) -> nn.Module:
     _check_version()
     if _PATCHES in model.__dict__:
         return model
-    found = [(module, family) for module in model.modules() if (family := _family_of(module))]
+    found = [(module, replace) for module in model.modules() if (replace := _replace_of(module))]
     if not found:
         raise ValueError(
             f"enable: model is a {type(model).__name__}: must have layers of"
@@ -56,8 +56,8 @@ def enable(model: nn.Module) -> nn.Module:
     AttentionMaskInterface.register("winnow", padding_mask)
     patches: list[tuple[Any, str, Any]] = []
     configs = {}
-    for module, family in found:
-        for part, name, function in family.replacements(module):
+    for module, replace in found:
+        for part, name, function in replace(module):
             patches.append((part, name, part.__dict__.get(name)))
             setattr(part, name, MethodType(function, part))
         configs[id(module.config)] = module.config
@@ -97,11 +97,11 @@ def _check_version() -> None:
         )
 
 
-def _family_of(module: nn.Module) -> Family | None:
-    """The family whose attention a module is; None for other modules."""
+def _replace_of(module: nn.Module) -> Replace | None:
+    """What a module of a supported family gets replaced; None for other modules."""
     for cls in type(module).__mro__:
         package, _, file = cls.__module__.rpartition(".")
-        family = FAMILIES.get(package.removeprefix("transformers.models."))
-        if family and file.startswith("modeling_") and cls.__name__ == family.attention:
-            return family
+        classes = FAMILIES.get(package.removeprefix("transformers.models."), {})
+        if file.startswith("modeling_") and cls.__name__ in classes:
+            return classes[cls.__name__]
     return None

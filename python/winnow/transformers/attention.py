@@ -47,7 +47,9 @@ def attention(
             "winnow.transformers: this model was not enabled but shares its config with one that"
             " is: give it a config of its own (copy.deepcopy), or enable it too"
         )
-    if not is_padding_mask(attention_mask):  # the indexer has said so
+    if indices is None:  # glm5_next hands its list over in place of a mask
+        indices = attention_mask
+    elif not is_padding_mask(attention_mask):  # the indexer has said so
         return _eager(module, query, key, value, attention_mask, indices, scaling, dropout)
     width = key.shape[-1] + value.shape[-1]
     if reason := why_eager(query, width, dropout) or _why_not_folded(module):
