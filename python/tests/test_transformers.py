@@ -26,7 +26,7 @@ from transformers import (  # noqa: E402
 )
 
 import winnow.transformers  # noqa: E402
-from winnow.transformers import indexers, warn  # noqa: E402
+from winnow.transformers import indexers, latent, warn  # noqa: E402
 
 TOKENS, TOPK, VOCABULARY = 40, 8, 64
 
@@ -190,6 +190,20 @@ def test_logits_and_gradients_are_those_of_eager(model):
     assert largest_error(found, expected) < 1e-3
     assert any("kv_b_proj" in name for name in found)
     assert not any("indexer" in name for name in found)
+
+
+def test_chunks_of_rows_change_nothing(monkeypatch):
+    model, ids = made("glm_moe_dsa"), token_ids()
+    with winnow.transformers.enabled(model, train_indexer=True):
+        logits, expected = gradients(model, ids)
+        losses = model.winnow_losses
+        row_bytes = 2 * (256 + 2 * 512) * 4
+        monkeypatch.setattr(latent, "_CHUNK_BYTES", 7 * row_bytes)
+        assert len(list(latent._chunks(torch.empty(2, 40, 2, 256), torch.empty(2, 1, 512)))) == 12
+        actual, found = gradients(model, ids)
+        assert [x.item() for x in model.winnow_losses] == [x.item() for x in losses]
+    assert (actual - logits).abs().max() < 1e-6
+    assert largest_error(found, expected) < 1e-5
 
 
 def test_bf16_logits_are_those_of_eager(family):

@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from winnow.transformers.attention import attention
 from winnow.transformers.families import FAMILIES, Replace
 from winnow.transformers.rows import padding_mask
+from winnow.transformers.teaching import Teaching
 
 __all__ = ["disable", "enable", "enabled"]
 
@@ -33,7 +34,7 @@ _OLDEST = "5.18"
 _PATCHES = "_winnow_patches"
 
 
-def enable(model: nn.Module) -> nn.Module:
+def enable(model: nn.Module, *, train_indexer: bool = False) -> nn.Module:
     """Makes a model of transformers run sparse, in place, and returns it.
 
     Enabling an enabled model changes nothing. Parameters, buffers, the state dict and the plans for
@@ -42,6 +43,10 @@ def enable(model: nn.Module) -> nn.Module:
     Args:
         model: a model of one of the supported families, or a module that contains one (an adapter
             of PEFT, a compiled or a wrapped model).
+        train_indexer: after every forward of `model` with gradients, model.winnow_losses has the
+            index_loss of every indexing layer, with the attention of all layers that use its
+            selection as the target, and the output's loss contains their sum. Gradients reach the
+            indexers alone. Without it no indexer is trained, as in transformers.
     """
     _check_version()
     if _PATCHES in model.__dict__:
@@ -61,6 +66,8 @@ def enable(model: nn.Module) -> nn.Module:
             patches.append((part, name, part.__dict__.get(name)))
             setattr(part, name, MethodType(function, part))
         configs[id(module.config)] = module.config
+    if train_indexer:
+        patches += _teach(model, [part for part, *_ in patches])
     for config in configs.values():
         patches.append((config, "_attn_implementation", config._attn_implementation))
         config._attn_implementation = "winnow"
@@ -71,7 +78,9 @@ def enable(model: nn.Module) -> nn.Module:
 def disable(model: nn.Module) -> nn.Module:
     """Makes an enabled model run as it did before, in place, and returns it."""
     for part, name, previous in model.__dict__.pop(_PATCHES, ()):
-        if previous is None:
+        if isinstance(part, dict):  # of hooks
+            del part[name]
+        elif previous is None:
             delattr(part, name)
         else:
             setattr(part, name, previous)
@@ -79,14 +88,30 @@ def disable(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def enabled(model: nn.Module) -> Iterator[nn.Module]:
+def enabled(model: nn.Module, *, train_indexer: bool = False) -> Iterator[nn.Module]:
     """`enable` for the time of a with block; a model that was enabled before stays so."""
     was_enabled = _PATCHES in model.__dict__
     try:
-        yield enable(model)
+        yield enable(model, train_indexer=train_indexer)
     finally:
         if not was_enabled:
             disable(model)
+
+
+def _teach(model: nn.Module, parts: list[nn.Module]) -> list[tuple[Any, Any, Any]]:
+    """Makes the parts of a model share a Teaching that runs with its forward; what to undo."""
+    teaching = Teaching()
+    for part in set(parts):
+        part.winnow_teaching = teaching
+    before = model.register_forward_pre_hook(teaching.begin)
+    after = model.register_forward_hook(teaching.end)
+    model.winnow_losses = []
+    return [
+        *((part, "winnow_teaching", None) for part in set(parts)),
+        (model._forward_pre_hooks, before.id, None),
+        (model._forward_hooks, after.id, None),
+        (model, "winnow_losses", None),
+    ]
 
 
 def _check_version() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from winnow.transformers.indexers import modeling, working_dtype
 from winnow.transformers.latent import Shape, latent_attention
 from winnow.transformers.rows import is_padding_mask
+from winnow.transformers.teaching import selection_of
 from winnow.transformers.warn import warn_once
 
 
@@ -56,14 +57,19 @@ def attention(
         warn_once(f"winnow.transformers: {reason}: attention runs as in eager, on the same keys")
         return _eager(module, query, key, value, None, indices, scaling, dropout)
     dtype = working_dtype(query)
+    indices, selection = indices.to(query.device), selection_of(module)
+    target = None if selection is None else torch.zeros(indices.shape, device=indices.device)
     out = latent_attention(
         query.transpose(1, 2).to(dtype),
         torch.cat((key.squeeze(1), value.squeeze(1)), dim=-1).to(dtype),
         _effective_weight(module, query.shape[1], key).to(dtype),
         None if s_aux is None else s_aux.float(),
-        indices.to(query.device),
+        indices,
         Shape(module.qk_nope_head_dim, scaling),
+        target,
     )
+    if selection is not None:
+        selection.add(target.to(selection.target.device))
     return out, None
 
 

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from winnow import functional
 from winnow.transformers.attention import dense_mask, why_eager
-from winnow.transformers.indexers import modeling, topk_slots, working_dtype
+from winnow.transformers.indexers import IndexInputs, learning, modeling, topk_slots, working_dtype
 from winnow.transformers.pools import Documents, documents, pool
 from winnow.transformers.rows import is_padding_mask, real_keys
+from winnow.transformers.teaching import selection_of
 from winnow.transformers.warn import OWN_MASK, warn_once
 
 
@@ -71,8 +72,9 @@ def _attend(
         pools, pool_ids = self.compressor(
             hidden_states, q_residual, position_ids, past_key_values, self.layer_idx, rows=rows
         )
-        pool_ids = torch.where(pool_ids < 0, pool_ids, pool_ids + kv.shape[1])
-        indices = torch.cat([indices, pool_ids], dim=-1)
+        key_offset = kv.shape[1]
+        keys = torch.where(pool_ids < 0, pool_ids, pool_ids + key_offset)
+        indices = torch.cat([indices, keys], dim=-1)
         kv = torch.cat([kv, pools], dim=1)
 
     dropout = self.attention_dropout if self.training else 0.0
@@ -84,9 +86,19 @@ def _attend(
         )
     else:
         dtype, weights = working_dtype(q), None
-        out = functional.sparse_attention(
-            q.to(dtype), kv.to(dtype), indices, scale=self.scaling, sink=self.sinks.float()
-        ).out
+        q, kv, sink = q.to(dtype), kv.to(dtype), self.sinks.float()
+        out, lse, _ = functional.sparse_attention(q, kv, indices, scale=self.scaling, sink=sink)
+        selection = selection_of(self) if hasattr(self.compressor, "indexer") else None
+        if selection is not None:
+            with torch.no_grad():
+                parts = zip(q, kv, pool_ids, lse, strict=True)
+                targets = [
+                    torch.ops.winnow.index_target(
+                        *part[:3], None, sink, part[3], self.scaling, key_offset
+                    )
+                    for part in parts
+                ]
+                selection.add(torch.stack(targets))
     out = rotate(out, cos, -sin, unsqueeze_dim=2)
     grouped = self.o_a_proj(out.reshape(batch, count, self.config.o_groups, -1)).flatten(2)
     return self.o_b_proj(grouped), weights
@@ -142,7 +154,8 @@ def _select(
             self, hidden_states, q_residual, position_ids, past_key_values, layer_idx
         )
     cache = None if past_key_values is None else past_key_values.layers[layer_idx]
-    with torch.no_grad():
+    with learning(self):
+        hidden_states, q_residual = hidden_states.detach(), q_residual.detach()
         k = pool(self, hidden_states, rows, cache, "indexer")
         embedding = self.rotary_emb(
             hidden_states, position_ids=position_ids, layer_type=self.rope_layer_type
@@ -151,4 +164,5 @@ def _select(
         q = modeling(self).apply_rotary_pos_emb(q, *embedding, unsqueeze_dim=2)
         scale = self.scorer.weights_scaling * self.scorer.softmax_scale
         weights = self.scorer.weights_proj(hidden_states).float() * scale
-        return topk_slots(q, k, weights, *rows.visible_pools(self.compress_rate), self.index_topk)
+        windows = rows.visible_pools(self.compress_rate)
+        return topk_slots(self, IndexInputs(q, k, weights), *windows, self.index_topk)

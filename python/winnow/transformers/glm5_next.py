@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from winnow.transformers.attention import latent_keys
-from winnow.transformers.indexers import topk_slots
+from winnow.transformers.indexers import IndexInputs, learning, topk_slots
 
 
 def replacements(module: nn.Module) -> Iterator[tuple[nn.Module, str, Callable]]:
@@ -49,7 +49,8 @@ def _select(
     self, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Any
 ) -> Tensor:
     """The forward of an indexer: [batch, rows, topk + pool - 1] int32, slots of tokens, or -1."""
-    with torch.no_grad():
+    with learning(self):
+        hidden_states, q_resid = hidden_states.detach(), q_resid.detach()
         rows, size = hidden_states.shape[1], self.index_kpool
         q = self.wq_b(q_resid).unflatten(-1, (-1, self.head_dim))
         states = torch.cat(
@@ -74,7 +75,8 @@ def _select(
         projected = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype))
         weights = projected.float() * (self.n_heads**-0.5 * self.softmax_scale)
         topk = self.index_topk // size
-        selected = topk_slots(q, keys, weights, torch.zeros_like(end), end, topk)
+        inputs = IndexInputs(q, keys, weights)
+        selected = topk_slots(self, inputs, torch.zeros_like(end), end, topk, size)
         indices = _tokens(members, selected)
         if self.index_kpool_always_select_tail:
             indices = torch.cat([indices, _tail(real, first, slots, size)], dim=-1)

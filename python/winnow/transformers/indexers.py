@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from winnow import ops  # noqa: F401  registers torch.ops.winnow
+from winnow import _autograd, ops  # noqa: F401  registers torch.ops.winnow
 from winnow.transformers.rows import is_padding_mask, real_keys, windows
+from winnow.transformers.teaching import teaching_of
 from winnow.transformers.warn import OWN_MASK, warn_once
 
 
@@ -42,24 +43,29 @@ def select(
     begin, end = windows(position_ids.expand(batch, rows), real, past)
     if real is not None:  # a NaN score is never selected
         k = k.masked_fill(~real[..., None], torch.nan)
-    return topk_slots(q, k, weights, begin, end, indexer.index_topk)
+    return topk_slots(indexer, IndexInputs(q, k, weights), begin, end, indexer.index_topk)
 
 
 def topk_slots(
-    q: Tensor, k: Tensor, weights: Tensor, begin: Tensor, end: Tensor, topk: int
+    indexer: nn.Module,
+    inputs: IndexInputs,
+    begin: Tensor,
+    end: Tensor,
+    topk: int,
+    tokens_per_slot: int = 1,
 ) -> Tensor:
     """[batch, rows, topk] int32: the slots of the largest scores in [begin, end), then -1.
 
     Args:
-        q: [batch, rows, index_heads, index_dim].
-        k: [batch, slots, index_dim].
-        weights: [batch, rows, index_heads] float32.
+        inputs: k is that of all slots, [batch, slots, index_dim].
         begin, end: [batch, rows].
+        tokens_per_slot: the keys of attention that a slot stands for.
     """
+    q, k, weights = inputs
     batch, slots = k.shape[:2]
     first_keys = torch.arange(batch, device=k.device)[:, None] * slots
     dtype = working_dtype(q)
-    indices, _, _ = torch.ops.winnow.index_topk_forward(
+    arguments = (
         q.to(dtype).flatten(0, 1),
         k.to(dtype).flatten(0, 1),
         weights.flatten(0, 1),
@@ -68,10 +74,23 @@ def topk_slots(
         (end + first_keys).flatten().int(),
         topk,
         "ascending",
-        False,
     )
+    teaching = teaching_of(indexer)
+    if teaching is None:
+        indices, _, scores = torch.ops.winnow.index_topk_forward(*arguments, False)
+    else:
+        run = _autograd.Run(None, None)
+        indices, _, scores = _autograd.IndexTopk.apply(*arguments, run, None)
     indices = indices.view(batch, -1, topk)
-    return torch.where(indices < 0, indices, indices - first_keys[..., None].int())
+    indices = torch.where(indices < 0, indices, indices - first_keys[..., None].int())
+    if teaching is not None:
+        teaching.keep(indices, scores.view_as(indices), tokens_per_slot)
+    return indices
+
+
+def learning(indexer: nn.Module) -> torch.set_grad_enabled:
+    """Gradients only where the indexer is trained; it never trains what its inputs come from."""
+    return torch.set_grad_enabled(teaching_of(indexer) is not None)
 
 
 def modeling(module: nn.Module) -> ModuleType:
@@ -156,7 +175,8 @@ def _low_rank(queries_and_keys: Callable) -> Callable:
                 position_ids,
                 past_key_values,
             )
-        with torch.no_grad():
+        with learning(self):
+            hidden_states, q_resid = hidden_states.detach(), q_resid.detach()
             q, k = queries_and_keys(self, hidden_states, q_resid, position_embeddings)
             inputs = IndexInputs(q, k, _weights(self, hidden_states))
             return select(self, inputs, attention_mask, position_ids, past_key_values)
@@ -184,7 +204,8 @@ def mistral_large4(
         return type(self).forward(
             self, hidden_states, position_embeddings, attention_mask, position_ids, past_key_values
         )
-    with torch.no_grad():
+    with learning(self):
+        hidden_states = hidden_states.detach()
         q = _queries(self, self.wq_b(self.q_input_norm(hidden_states)))
         q = self.softmax_scaling(q, position_ids, head_dim_first=False)
         k = self.k_norm(self.wk(hidden_states))

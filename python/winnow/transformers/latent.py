@@ -27,7 +27,13 @@ class Shape(NamedTuple):
 
 
 def latent_attention(
-    q: Tensor, kv: Tensor, w: Tensor, sink: Tensor | None, indices: Tensor, shape: Shape
+    q: Tensor,
+    kv: Tensor,
+    w: Tensor,
+    sink: Tensor | None,
+    indices: Tensor,
+    shape: Shape,
+    target: Tensor | None = None,
 ) -> Tensor:
     """[batch, rows, heads, v_head_dim], differentiable in q, kv, w and sink.
 
@@ -37,17 +43,18 @@ def latent_attention(
         w: [heads, nope + v_head_dim, latent], as q: the weight of kv_b_proj.
         sink: [heads] float32.
         indices: [batch, rows, topk] int32; -1: none.
+        target: [batch, rows, topk] float32, is set to the attention to each key over all heads.
     """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, kv, w, sink)):
-        return LatentAttention.apply(q, kv, w, sink, indices, shape)
-    return _forward(q, kv, w, sink, indices, shape, None)
+        return LatentAttention.apply(q, kv, w, sink, indices, shape, target)
+    return _forward(q, kv, w, sink, indices, shape, target, None)
 
 
 class LatentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, kv, w, sink, indices, shape) -> Tensor:
+    def forward(ctx, q, kv, w, sink, indices, shape, target) -> Tensor:
         saved: list[Tensor] = []
-        out = _forward(q, kv, w, sink, indices, shape, saved)
+        out = _forward(q, kv, w, sink, indices, shape, target, saved)
         ctx.save_for_backward(q, kv, w, sink, indices, *saved)
         ctx.shape = shape
         return out
@@ -90,7 +97,7 @@ class LatentAttention(torch.autograd.Function):
                 d_w[:, nope:] += d_w_v
             if sink is not None:
                 d_sink += d_sink_part
-        return d_q, d_kv.to(kv.dtype), d_w.to(w.dtype), d_sink, None, None
+        return d_q, d_kv.to(kv.dtype), d_w.to(w.dtype), d_sink, None, None, None
 
 
 def _chunks(q: Tensor, w: Tensor) -> Iterator[tuple[int, slice]]:
@@ -116,20 +123,16 @@ def _forward(
     sink: Tensor | None,
     indices: Tensor,
     shape: Shape,
+    target: Tensor | None,
     saved: list[Tensor] | None,
 ) -> Tensor:
     """The output; the latent output and the lse of every chunk are appended to `saved`."""
     out = q.new_empty(*q.shape[:3], w.shape[1] - shape.nope)
     for b, rows in _chunks(q, w):
-        latent_out, lse, _ = _ops.sparse_attention_forward(
-            _folded(q[b, rows], w, shape.nope),
-            kv[b],
-            indices[b, rows],
-            None,
-            sink,
-            w.shape[-1],
-            shape.scale,
-        )
+        arguments = _folded(q[b, rows], w, shape.nope), kv[b], indices[b, rows], None, sink
+        latent_out, lse, _ = _ops.sparse_attention_forward(*arguments, w.shape[-1], shape.scale)
+        if target is not None:
+            target[b, rows] = _ops.index_target(*arguments, lse, shape.scale)
         out[b, rows] = _ops.value_projection_forward(latent_out, w[:, shape.nope :])
         if saved is not None:
             saved += [latent_out, lse]

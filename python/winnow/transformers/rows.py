@@ -47,7 +47,8 @@ def windows(position_ids: Tensor, real: Tensor | None, past: int | Tensor) -> tu
         position_ids: [batch, rows]. A document begins where they do not go on by 1, as in
             transformers' packed batches. A document that begins before these rows, in the
             cache, has as many real keys there as its position says.
-        real: [batch, keys] bool: False for padding, whose positions say nothing.
+        real: [batch, keys] bool: False for padding, which sees nothing and whose positions say
+            nothing.
         past: the slot of the first row.
     """
     rows = torch.arange(position_ids.shape[1], device=position_ids.device)
@@ -65,8 +66,9 @@ def windows(position_ids: Tensor, real: Tensor | None, past: int | Tensor) -> tu
         begins = document_begins(position_ids, own, rows)
         latest = torch.where(begins, slots, -1).cummax(-1).values
         begin = torch.where(latest >= 0, latest, before)
+    begin = torch.minimum(begin, slots)
     end = (slots + 1).expand_as(begin)
-    return torch.minimum(begin, end), end
+    return begin, end if real is None else torch.where(real.index_select(1, slots), end, begin)
 
 
 def document_begins(position_ids: Tensor, real: Tensor | None, rows: Tensor) -> Tensor:
