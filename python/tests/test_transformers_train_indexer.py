@@ -2,6 +2,9 @@
 """enable(model, train_indexer=True): the losses of indexers against eager's attention."""
 
 import copy
+import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from test_transformers import gradients, index_modules, largest_error, state, to
 import winnow.transformers  # noqa: E402
 from winnow.transformers import deepseek_v4, glm5_next, indexers  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 38
 
 
@@ -170,3 +174,20 @@ def test_an_indexer_learns():
         loss.backward()
         optimizer.step()
     assert losses[-1] < 0.9 * losses[0]
+
+
+def test_the_example_learns_a_text():
+    example = runpy.run_path(str(ROOT / "examples" / "finetune_glm_tiny.py"))
+    text = torch.tensor(list(example["TEXT"].read_bytes()))
+    torch.manual_seed(0)
+    losses = example["train"](example["tiny_model"](), text, 25, "cpu")
+    assert losses["text"][0] > 5 and losses["text"][-1] < 3.5
+    assert losses["indexers"][-1] < max(losses["indexers"])
+
+
+def test_programs_in_the_documentation_run():
+    page = (ROOT / "docs" / "transformers.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert programs
+    for program in programs:
+        exec(compile(program, "transformers.md", "exec"), {})
