@@ -271,13 +271,14 @@ def test_padding_inside_a_document_is_never_selected(model):
         assert not ((indices >= 10) & (indices < 20))[mask.bool()].any()
 
 
-def test_packed_documents_are_those_alone(model):
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_documents_are_those_alone(model, use_cache):
     lengths = [13, 20, 7]
     ids = token_ids(batch=1)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with torch.no_grad(), winnow.transformers.enabled(model):
         with Selections(model) as packed:
-            together = model(ids, position_ids=positions, use_cache=False).logits
+            together = model(ids, position_ids=positions, use_cache=use_cache).logits
         first = 0
         for length in lengths:
             rows = slice(first, first + length)

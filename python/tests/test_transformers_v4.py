@@ -108,11 +108,12 @@ def alone(model: nn.Module, document: Tensor) -> Tensor:
     return model(document, use_cache=False).logits
 
 
-def test_packed_documents_are_those_alone(model):
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_documents_are_those_alone(model, use_cache):
     lengths = [21, 3, 30, 16]
     together, positions = ids(1), torch.cat([torch.arange(length) for length in lengths])[None]
     with torch.no_grad(), winnow.transformers.enabled(model):
-        packed = model(together, position_ids=positions, use_cache=False).logits
+        packed = model(together, position_ids=positions, use_cache=use_cache).logits
         parts = [alone(model, part) for part in together.split(lengths, dim=1)]
     assert (packed - torch.cat(parts, dim=1)).abs().max() < LIMIT
 
