@@ -9,7 +9,7 @@ import torch
 from cases import bf16, f32
 from torch import Tensor, nn
 
-transformers = pytest.importorskip("transformers", minversion="5.18")
+transformers = pytest.importorskip("transformers", minversion="5.22")
 from transformers import (  # noqa: E402
     AXK2Config,
     AXK2ForCausalLM,

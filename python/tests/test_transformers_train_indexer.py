@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("transformers", minversion="5.18")
+pytest.importorskip("transformers", minversion="5.22")
 import test_transformers  # noqa: E402
 import test_transformers_glm5_next  # noqa: E402
 import test_transformers_v4  # noqa: E402

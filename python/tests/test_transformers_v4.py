@@ -10,7 +10,7 @@ import torch
 from cases import bf16
 from torch import Tensor, nn
 
-transformers = pytest.importorskip("transformers", minversion="5.18")
+transformers = pytest.importorskip("transformers", minversion="5.22")
 from test_transformers import (  # noqa: E402
     Replay,
     Selections,

@@ -82,7 +82,8 @@ def topk_slots(
         run = _autograd.Run(None, None)
         indices, _, scores = _autograd.IndexTopk.apply(*arguments, run, None)
     indices = indices.view(batch, -1, topk)
-    indices = torch.where(indices < 0, indices, indices - first_keys[..., None].int())
+    if batch > 1:
+        indices = torch.where(indices < 0, indices, indices - first_keys[..., None].int())
     if teaching is not None:
         teaching.keep(indices, scores.view_as(indices), tokens_per_slot)
     return indices
