@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+"""winnow.transformers against the models' own eager attention, on tiny models of every family."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from cases import bf16, f32
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", minversion="5.22")
+from transformers import (  # noqa: E402
+    AXK2Config,
+    AXK2ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
+    HYV4Config,
+    HYV4ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralLarge4Config,
+    MistralLarge4ForConditionalGeneration,
+)
+
+import winnow.transformers  # noqa: E402
+from winnow.transformers import indexers, latent, warn  # noqa: E402
+
+TOKENS, TOPK, VOCABULARY = 40, 8, 64
+
+# Sixteen indexer heads, so that hardly any two keys have the same score of 0.
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=256,
+    intermediate_size=64,
+    moe_intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    q_lora_rank=64,
+    index_topk=TOPK,
+    index_n_heads=16,
+    initializer_range=0.06,
+    pad_token_id=0,
+    eos_token_id=None,
+    attn_implementation="eager",
+)
+
+SHARED = ["full", "shared", "full"]  # the selection of the first layer serves the second
+
+
+def mistral_large4(**sizes) -> nn.Module:
+    """The last layer without rotary embeddings, the second with the keys of the first."""
+    del sizes["q_lora_rank"], sizes["attn_implementation"]
+    vision = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        model_type="pixtral",
+    )  # fmt: skip
+    text = dict(**sizes, indexer_types=SHARED, no_rope_layers=[1, 1, 0], kv_source_layers=[0, 0, 2])
+    config = MistralLarge4Config(text_config=text, vision_config=vision)
+    config._attn_implementation = "eager"
+    model = MistralLarge4ForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if "softmax_scaling" in name:  # 0 and 1 in a new model
+                x.uniform_(0.2, 1)
+    return model
+
+
+FAMILIES = {
+    "axk2": lambda **sizes: AXK2ForCausalLM(AXK2Config(**sizes)),
+    "deepseek_v32": lambda **sizes: DeepseekV32ForCausalLM(DeepseekV32Config(**sizes)),
+    "glm_moe_dsa": lambda **sizes: GlmMoeDsaForCausalLM(
+        GlmMoeDsaConfig(**sizes, indexer_types=SHARED)
+    ),
+    "hy_v4": lambda **sizes: HYV4ForCausalLM(
+        HYV4Config(**sizes, indexer_types=SHARED, learnable_sink_init=0.5)
+    ),
+    "mistral_large4": mistral_large4,
+}
+LOGIT_LIMIT = {f32: 1e-4, bf16: 2e-2}
+
+
+@functools.cache
+def made(family: str, with_experts: bool = True) -> nn.Module:
+    """A model in fp32. Rounding to bf16 moves tokens between experts, and their logits jump: what
+    compares in bf16 does without experts."""
+    torch.manual_seed(1)
+    layers = ["dense", "sparse" if with_experts else "dense", "dense"]
+    return FAMILIES[family](**SIZES, mlp_layer_types=layers).eval()
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(family) -> nn.Module:
+    """A tiny model in fp32; tests leave it as they found it."""
+    return made(family)
+
+
+def token_ids(batch: int = 2, tokens: int = TOKENS) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(1, VOCABULARY, (batch, tokens), generator=generator)
+
+
+def padded(side: str) -> Tensor:
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, slice(0, 7) if side == "left" else slice(-7, None)] = 0
+    return mask
+
+
+def index_modules(model: nn.Module) -> list[nn.Module]:
+    return [x for x in model.modules() if type(x).__name__.endswith("Indexer")]
+
+
+class Selections:
+    """Records what the indexers of a model select, layer by layer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers: list[Tensor] = []
+        self.hooks = [x.register_forward_hook(self._record) for x in index_modules(model)]
+
+    def _record(self, module, inputs, output) -> None:
+        self.layers.append(output)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def without_future(self) -> list[Tensor]:
+        """Eager's lists contain keys that its mask hides where there are fewer than topk."""
+        rows = torch.arange(TOKENS)[:, None]
+        return [torch.where(indices > rows, -1, indices) for indices in self.layers]
+
+
+class Replay:
+    """Makes the indexers of an enabled model return given selections."""
+
+    def __init__(self, model: nn.Module, layers: list[Tensor]) -> None:
+        self.selected = dict(zip(index_modules(model), layers, strict=True))
+
+    def __enter__(self):
+        self.forwards = [(x, x.__dict__["forward"]) for x in self.selected]
+        for indexer, indices in self.selected.items():
+            indexer.forward = functools.partial(lambda indices, *_, **__: indices, indices)
+
+    def __exit__(self, *error) -> None:
+        for indexer, forward in self.forwards:
+            indexer.forward = forward
+
+
+def gradients(model: nn.Module, ids: Tensor, **inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """The logits, and the gradient of every parameter that has one."""
+    model.zero_grad()
+    out = model(ids, labels=ids, use_cache=False, **inputs)
+    out.loss.backward()
+    found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    model.zero_grad()
+    return out.logits.detach(), found
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def largest_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    return max(relative(actual[name], expected[name]) for name in expected)
+
+
+def test_logits_and_gradients_are_those_of_eager(model):
+    ids = token_ids()
+    with Selections(model) as selections:
+        logits, expected = gradients(model, ids)
+    with winnow.transformers.enabled(model), Replay(model, selections.without_future()):
+        actual, found = gradients(model, ids)
+    assert (actual - logits).abs().max() < LOGIT_LIMIT[f32]
+    assert largest_error(found, expected) < 1e-3
+    assert any("kv_b_proj" in name for name in found)
+    assert not any("indexer" in name for name in found)
+
+
+def test_chunks_of_rows_change_nothing(monkeypatch):
+    model, ids = made("glm_moe_dsa"), token_ids()
+    with winnow.transformers.enabled(model, train_indexer=True):
+        logits, expected = gradients(model, ids)
+        losses = model.winnow_losses
+        row_bytes = 2 * (256 + 2 * 512) * 4
+        monkeypatch.setattr(latent, "_CHUNK_BYTES", 7 * row_bytes)
+        assert len(list(latent._chunks(torch.empty(2, 40, 2, 256), torch.empty(2, 1, 512)))) == 12
+        actual, found = gradients(model, ids)
+        assert [x.item() for x in model.winnow_losses] == [x.item() for x in losses]
+    assert (actual - logits).abs().max() < 1e-6
+    assert largest_error(found, expected) < 1e-5
+
+
+def test_bf16_logits_are_those_of_eager(family):
+    model, ids = copy.deepcopy(made(family, with_experts=False)).to(bf16), token_ids()
+    with torch.no_grad():
+        with Selections(model) as selections:
+            logits = model(ids, use_cache=False).logits
+        with winnow.transformers.enabled(model), Replay(model, selections.without_future()):
+            actual = model(ids, use_cache=False).logits
+    assert relative(actual, logits) < LOGIT_LIMIT[bf16]
+
+
+def test_selections_agree_where_the_boundary_is_clear(model, monkeypatch):
+    ids, seen = token_ids(), []
+
+    def select(indexer, inputs, *others):
+        seen.append(inputs)
+        return selected(indexer, inputs, *others)
+
+    selected = indexers.select
+    monkeypatch.setattr(indexers, "select", select)
+    with torch.no_grad(), Selections(model) as selections:
+        model(ids, use_cache=False)
+        with winnow.transformers.enabled(model):
+            model(ids, use_cache=False)
+    q, k, weights = (x.double() for x in seen[0])
+    scores = torch.einsum("bshd,btd->bsht", q, k).relu()
+    scores = torch.einsum("bsht,bsh->bst", scores, weights)
+    future = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    ranked = scores.masked_fill(future, -torch.inf).sort(-1, descending=True).values
+    gap = ranked[..., TOPK - 1] - ranked[..., TOPK]
+    clear = torch.nan_to_num(gap, nan=torch.inf) > 1e-5 * scores.abs().amax()
+    eager, ours = selections.layers[0], selections.layers[len(seen)]
+    rows = torch.arange(TOKENS)[:, None]
+    eager = torch.where(eager > rows, -1, eager).sort(-1, descending=True).values
+    ours = ours.sort(-1, descending=True).values
+    assert clear[:, TOPK:].float().mean() > 0.9
+    assert (eager == ours).all(-1)[clear].all()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("positions", ["counted", "slots"])
+def test_padding_changes_no_real_row(model, side, positions):
+    ids, mask = token_ids(), padded(side)
+    given = {"attention_mask": mask}
+    if positions == "counted":  # as generate makes them
+        given["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    with torch.no_grad():
+        expected = model(ids, **given).logits
+        with winnow.transformers.enabled(model):
+            actual = model(ids, **given).logits
+    assert (actual - expected)[mask.bool()].abs().max() < LOGIT_LIMIT[f32]
+
+
+def test_padding_inside_a_document_is_never_selected(model):
+    ids, mask = token_ids(), torch.ones(2, TOKENS, dtype=torch.long)
+    mask[:, 10:20] = 0
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, position_ids=positions).logits
+        with winnow.transformers.enabled(model), Selections(model) as selections:
+            actual = model(ids, attention_mask=mask, position_ids=positions).logits
+    assert (actual - expected)[mask.bool()].abs().max() < LOGIT_LIMIT[f32]
+    for indices in selections.layers:
+        assert not ((indices >= 10) & (indices < 20))[mask.bool()].any()
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_documents_are_those_alone(model, use_cache):
+    lengths = [13, 20, 7]
+    ids = token_ids(batch=1)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    with torch.no_grad(), winnow.transformers.enabled(model):
+        with Selections(model) as packed:
+            together = model(ids, position_ids=positions, use_cache=use_cache).logits
+        first = 0
+        for length in lengths:
+            rows = slice(first, first + length)
+            with Selections(model) as alone:
+                logits = model(ids[:, rows], use_cache=False).logits
+            for own, all_rows in zip(alone.layers, packed.layers, strict=True):
+                assert torch.equal(torch.where(own < 0, own, own + first), all_rows[:, rows])
+            assert (logits - together[:, rows]).abs().max() < LOGIT_LIMIT[f32]
+            first += length
+
+
+def generated(model: nn.Module, tokens: int, **options) -> Tensor:
+    """Greedy, without the padding token: its embedding is 0, and so all of its scores tie."""
+    options |= {"attention_mask": padded("left"), "do_sample": False, "suppress_tokens": [0]}
+    return model.generate(token_ids(), max_new_tokens=tokens, **options)
+
+
+def test_generation_is_that_of_eager(model):
+    expected = generated(model, 8)
+    with winnow.transformers.enabled(model):
+        assert torch.equal(generated(model, 8), expected)
+        static = {"cache_implementation": "static", "disable_compile": True}
+        assert torch.equal(generated(model, 8, **static), expected)
+
+
+@pytest.mark.slow
+def test_long_generation_is_that_of_eager(model):
+    expected = generated(model, 64)
+    with winnow.transformers.enabled(model):
+        assert torch.equal(generated(model, 64), expected)
+
+
+def test_a_prompt_in_pieces_is_the_prompt(model):
+    ids = token_ids()
+    with torch.no_grad(), winnow.transformers.enabled(model):
+        whole = model(ids).logits
+        cache = transformers.DynamicCache(config=model.config)
+        pieces = [model(part, past_key_values=cache).logits for part in ids.split(15, dim=1)]
+    assert (torch.cat(pieces, dim=1) - whole).abs().max() < LOGIT_LIMIT[f32]
+
+
+def test_checkpointing_gives_the_same_gradients(model):
+    ids, mask = token_ids(), padded("right")
+    with winnow.transformers.enabled(model.train()):
+        _, expected = gradients(model, ids, attention_mask=mask)
+        model.gradient_checkpointing_enable()
+        _, found = gradients(model, ids, attention_mask=mask)
+        model.gradient_checkpointing_disable()
+    model.eval()
+    assert largest_error(found, expected) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same_logits():
+    model, ids = made("glm_moe_dsa"), token_ids()
+    with torch.no_grad(), winnow.transformers.enabled(model):
+        expected = model(ids, use_cache=False).logits
+        actual = torch.compile(model, fullgraph=True)(ids, use_cache=False).logits
+    assert (actual - expected).abs().max() < LOGIT_LIMIT[f32]
+
+
+def state(model: nn.Module) -> dict:
+    """Everything that enable may touch."""
+    return {
+        name: (module.__dict__.copy(), getattr(module, "config", None))
+        for name, module in model.named_modules()
+    }
+
+
+def test_disable_restores_everything(model):
+    before, config = state(model), model.config.get_text_config()
+    names = list(model.state_dict())
+    winnow.transformers.enable(model)
+    assert config._attn_implementation == "winnow"
+    assert list(model.state_dict()) == names
+    winnow.transformers.enable(model)
+    winnow.transformers.disable(model)
+    assert state(model) == before
+    assert config._attn_implementation == "eager"
+    winnow.transformers.disable(model)
+
+
+def test_a_copy_of_an_enabled_model_is_its_own():
+    model, ids = made("glm_moe_dsa"), token_ids()
+    with torch.no_grad(), winnow.transformers.enabled(model):
+        other = copy.deepcopy(model)
+        expected = model(ids).logits
+        with torch.no_grad():
+            other.model.layers[0].self_attn.indexer.wk.weight.neg_()
+        assert torch.equal(model(ids).logits, expected)
+        assert not torch.equal(other(ids).logits, expected)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Reasons are said once a process; here once a test."""
+    monkeypatch.setattr(warn, "_told", set())
+
+
+def test_a_mask_of_the_users_own_runs_as_eager(told):
+    model, ids = made("deepseek_v32"), token_ids()
+    causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() & (torch.rand(TOKENS) > 0.3)
+    causal |= torch.eye(TOKENS, dtype=torch.bool)
+    lowest = torch.finfo(f32).min
+    mask = torch.zeros(()).where(causal, lowest).expand(2, 1, TOKENS, TOKENS)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        with winnow.transformers.enabled(model), pytest.warns(UserWarning, match="4 dimensions"):
+            actual = model(ids, attention_mask=mask).logits
+    assert (actual - expected).abs().max() < LOGIT_LIMIT[f32]
+
+
+def test_dropout_runs_as_eager(told):
+    model, ids = copy.deepcopy(made("deepseek_v32")), token_ids()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with winnow.transformers.enabled(model.train()):
+        with pytest.warns(UserWarning, match="attention_dropout 0.5: sparse attention has none"):
+            torch.manual_seed(3)
+            actual = model(ids).logits
+    torch.manual_seed(3)
+    assert relative(actual.detach(), model(ids).logits.detach()) < 1e-5
+
+
+class Adapted(nn.Module):
+    """A projection with a low-rank adapter, as PEFT makes them."""
+
+    def __init__(self, base: nn.Linear, dropout: float) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.a = nn.Parameter(torch.randn(4, base.in_features) / 16)
+        self.b = nn.Parameter(torch.randn(base.out_features, 4) / 16)
+        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(dropout)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_dropout["default"](x) @ self.a.T @ self.b.T
+
+
+def adapted(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(4)
+    model = copy.deepcopy(made("deepseek_v32"))
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj, dropout)
+    return model
+
+
+def test_adapters_of_kv_b_proj_are_folded_and_trained():
+    model, ids = adapted(), token_ids()
+    with Selections(model) as selections:
+        logits, expected = gradients(model, ids)
+    with winnow.transformers.enabled(model), Replay(model, selections.without_future()):
+        actual, found = gradients(model, ids)
+    assert (actual - logits).abs().max() < LOGIT_LIMIT[f32]
+    assert largest_error(found, expected) < 1e-3
+    assert any(name.endswith("kv_b_proj.b") for name in found)
+
+
+def test_adapters_with_dropout_run_as_eager(told):
+    model, ids = adapted(dropout=0.5).train(), token_ids()
+    with winnow.transformers.enabled(model), pytest.warns(UserWarning, match="dropout"):
+        model(ids)
+
+
+def test_autocast_runs_in_its_dtype(family):
+    model, ids = made(family, with_experts=False), token_ids()
+    with torch.no_grad(), torch.autocast("cpu", dtype=bf16):
+        with Selections(model) as selections:
+            expected = model(ids, use_cache=False).logits
+        with winnow.transformers.enabled(model), Replay(model, selections.without_future()):
+            actual = model(ids, use_cache=False).logits
+    assert relative(actual, expected) < LOGIT_LIMIT[bf16]
+
+
+def test_other_models_are_refused():
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="LlamaForCausalLM: must have layers of axk2, deepseek"):
+        winnow.transformers.enable(LlamaForCausalLM(config))
+
+
+def test_older_versions_are_refused(monkeypatch):
+    monkeypatch.setattr(winnow.transformers.transformers, "__version__", "5.17.0")
+    with pytest.raises(ImportError, match="transformers 5.17.0: must be 5.18 or newer"):
+        winnow.transformers.enable(made("deepseek_v32"))
+
+
+def test_a_config_shared_with_an_enabled_model_is_refused():
+    model = made("deepseek_v32")
+    other = DeepseekV32ForCausalLM(model.config)
+    with winnow.transformers.enabled(model), pytest.raises(RuntimeError, match="shares its config"):
+        other(token_ids())
