@@ -373,6 +373,24 @@ TEST(IndexTopkBackward, DeterministicCallsGiveTheSameBitsWhateverTheThreads) {
   });
 }
 
+TEST(IndexTopkBackward, TermsThatAreNotPositiveAddNothingWhateverTheyHold) {
+  on_each_indexer([](const Execution& execution, const Indexer& shape) {
+    Indexer finite = with_selection(filled_exactly(shape, 48), execution);
+    for (Values* factors : {&finite.weights, &finite.d_scores})
+      for (double& factor : *factors) factor = factor == 0 ? 1 : factor;  // 0 * inf is no sum
+    // Of these keys, and of this head, some products are infinite, some -infinite and some NaN.
+    for (const double value : {kInfinity, -kInfinity, kNaN}) {
+      Indexer ix = finite;
+      ix.k[ix.indices[0] * ix.dim + 1] = value;
+      ix.k[ix.indices[3] * ix.dim + ix.dim - 1] = -value;
+      ix.q[ix.heads * ix.dim + 2] = value;
+      expect_close(ix, backward(ix, execution), backward(ix, on(Backend::reference)));
+      expect_same_bits(backward(ix, deterministic(execution)),
+                       backward(ix, deterministic(execution)));
+    }
+  });
+}
+
 TEST(IndexTopkBackward, TakesMoreThan65535Rows) {
   on_each_kernel("index_topk", [](const Execution& execution) {
     const Indexer ix = with_selection(many_rows(46), execution);

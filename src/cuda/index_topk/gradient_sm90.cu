@@ -13,8 +13,9 @@
 //                      d_k = weights q [keys, 64 columns], times d_scores, through shared memory
 //                      to its keys: by atomics, or as terms summed later (common/key_sums.cuh)
 //
-// barriers of a block  full   keys, rows and d_scores have landed
-//                      free   its products are done, so the next keys may be gathered
+// barriers of a block  slots_full  which keys, and their d_scores
+//                      full        the rows of the keys have landed
+//                      free        its products are done, so the next keys may be gathered
 //                      sync_consumers, once: the d_scores where a > 0 are there for all four warps
 // clang-format on
 //
@@ -73,8 +74,9 @@ __global__ void __launch_bounds__(kThreads, kHeads == kFewHeads ? 3 : 2)
   const RowSlots slots = params.slots.row(t);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      shared.full[i].init(2 * 32);  // of each lane: its copies, and what it writes itself
-      shared.free[i].init(kConsumers / 32);
+      shared.full[i].init(32);
+      shared.slots_full[i].init(32);
+      shared.free[i].init(kConsumers);
     }
     fence_barrier_init();
     for (Scores<kHeads>& scores : shared.scores) scores.infinite_block = -1;

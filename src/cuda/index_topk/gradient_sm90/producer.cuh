@@ -76,6 +76,7 @@ class Producer {
       shared_.keys[stage][i * 32 + lane()] = key_[i];
       shared_.d_scores[stage][i * 32 + lane()] = key_[i] < 0 ? 0 : d_score_[i];
     }
+    shared_.slots_full[stage].arrive();
 #pragma unroll
     for (int i = 0; i < kBlock / kRowsAtOnce; ++i) {
       const int row = i * kRowsAtOnce + lane() / 8;
@@ -84,7 +85,6 @@ class Producer {
                params_.k + (key < 0 ? 0 : key) * params_.k_stride, key >= 0);
     }
     shared_.full[stage].arrive_after_copies();
-    shared_.full[stage].arrive();
   }
 
   const Parameters<T>& params_;

@@ -60,10 +60,11 @@ class Row {
 
   __device__ void add_block(int block, const PipelineState<kStages>& pipeline) {
     const int stage = pipeline.stage;
-    shared_.full[stage].wait(pipeline.phase);
+    shared_.slots_full[stage].wait(pipeline.phase);
     const std::int32_t target = target_of(block, stage);
 #pragma unroll
     for (int half = 0; half < 2; ++half) d_scores_[half] = shared_.d_scores[stage][row_of(half)];
+    shared_.full[stage].wait(pipeline.phase);
     fence_proxy_async();
     float a[kHeads / 2];
     multiply_heads(stage, a);
@@ -94,8 +95,7 @@ class Row {
       add_query_terms(shared_, stage, scores, d_q_);
       add_terms(0);
     }
-    __syncwarp();
-    if (lane() == 0) shared_.free[stage].arrive();
+    shared_.free[stage].arrive();
     emit_keys(0, target, d_k);
 #pragma unroll 1
     for (int tile = 1; tile < kTiles; ++tile) {

@@ -82,8 +82,9 @@ struct SharedStorage {
   float d_scores[kStages][kBlock];                  // 0 without a key
   std::uint32_t weights[kHeads / 2];                // two neighbours in a word
   float reduction[kThreads / 32];
-  Barrier full[kStages];  // a block has landed; with the first, q has too
-  Barrier free[kStages];  // a block is no longer in use
+  Barrier full[kStages];        // the rows of a block have landed; with the first, q has too
+  Barrier slots_full[kStages];  // its keys and d_scores are written
+  Barrier free[kStages];        // a block is no longer in use
 };
 // Three thread blocks per SM with 32 heads, two with 64; the system takes 1 KiB of each.
 static_assert(sizeof(SharedStorage<__nv_bfloat16, 32>) <= 228 * 1024 / 3 - 1024);
