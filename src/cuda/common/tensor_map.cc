@@ -35,6 +35,8 @@ CUtensorMapDataType data_type(DType dtype) {
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     case DType::f16:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::f32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     default:
       return CU_TENSOR_MAP_DATA_TYPE_UINT8;
   }

@@ -38,34 +38,31 @@ namespace {
 
 using namespace sm90;
 
-template <class T, class Out, Kind kKind, int kCluster, int kStages>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+template <class T, class Out, Kind kKind, Pair kPair>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     value_projection_kernel(const __grid_constant__ Product product) {
   extern __shared__ __align__(1024) std::byte memory[];
-  SharedStorage<kStages>& shared = *reinterpret_cast<SharedStorage<kStages>*>(memory);
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   if (threadIdx.x == 0) {
     prefetch(product.a);
     prefetch(product.b);
     constexpr int kConsumerWarps = 2 * kWarpgroup / 32;
     for (int i = 0; i < kStages; ++i) {
       shared.full[i].init(1);
-      shared.free[i].init(kCluster * kConsumerWarps);
+      shared.free[i].init(2 * kConsumerWarps);
     }
     fence_barrier_init();
   }
-  __syncthreads();
-  if constexpr (kCluster > 1) sync_cluster();  // the barriers of all blocks are initialised
+  sync_cluster();  // the barriers of both blocks are initialised
   if (threadIdx.x < kWarpgroup) {
     shrink_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce<kKind, kCluster>(product, shared);
+    if (threadIdx.x == 0) produce<kKind, kPair>(product, shared);
   } else {
     grow_registers<kConsumerRegisters>();
-    consume<T, Out, kKind, kCluster>(product, shared);
+    consume<T, Out, kKind, kPair>(product, shared);
   }
-  if constexpr (kCluster > 1) {
-    __syncwarp();
-    sync_cluster();  // until here other blocks write to this one's shared memory
-  }
+  __syncwarp();
+  sync_cluster();  // until here the other block writes to this one's shared memory
 }
 
 /// A view of [tokens, heads, x] as [heads, tokens, x].
@@ -91,33 +88,40 @@ struct Summation {
   bool adds = false;
 };
 
-template <class T, class Out, Kind kKind, int kCluster, int kStages>
+template <class T, class Out, Kind kKind, Pair kPair>
 void multiply_with(const Factors& factors, const Tensor& c, const Summation& summation,
                    cudaStream_t stream) {
-  Product product{.a = make_tensor_map(factors.a, {1, kAMnMajor<kKind> ? 64 : kM, 64}),
-                  .b = make_tensor_map(factors.b, {1, kBMnMajor<kKind> ? 64 : kN / kCluster, 64}),
-                  .m_groups = groups_of(factors.m, kM * kCluster),
-                  .n_groups = groups_of(factors.n, kN),
-                  .m = static_cast<int>(factors.m),
-                  .n = static_cast<int>(factors.n),
+  constexpr bool kAlongM = kPair == Pair::along_m;
+  constexpr bool kByTokens = kKind != Kind::d_w;
+  // Boxes of a K-major operand hold all rows that a block copies, others 64 of k.
+  constexpr std::uint32_t kBoxA = kAMnMajor<kKind> ? 64 : kAlongM ? kM : kM / 2;
+  constexpr std::uint32_t kBoxB = kBMnMajor<kKind> ? 64 : kAlongM ? kN / 2 : kN;
+  constexpr std::uint32_t kBoxC = kByTokens ? SharedStorage::kStoreRows : 64;
+  Product product{.a = make_tensor_map(factors.a, {1, kBoxA, 64}),
+                  .b = make_tensor_map(factors.b, {1, kBoxB, 64}),
+                  .c = make_tensor_map(c, {1, kBoxC, kTileRowBytes / sizeof(Out)}),
+                  .adds = summation.adds,
+                  .m_groups = groups_of(factors.m, kAlongM ? kM * 2 : kM),
+                  .n_groups = groups_of(factors.n, kAlongM ? kN : kN * 2),
+                  .parts = summation.parts,
+                  .heads = static_cast<int>(factors.a.shape[0]),
                   .steps = groups_of(factors.k, kK)};
-  product.parts = summation.parts;
-  product.part_steps = groups_of(product.steps, summation.parts);
-  if constexpr (kKind == Kind::d_w) {
-    product.d_w = c.data;
-    product.d_w_stride = c.stride[1];
-    product.d_w_head_stride = c.stride[0];
-    product.d_w_part_stride = c.shape[0] * c.stride[0];
-    product.adds = summation.adds;
-  } else {
-    product.c = make_tensor_map(c, {1, SharedStorage<kStages>::kStoreRows, 64});
-  }
-  product.items = c.shape[0] * product.parts * product.m_groups * product.n_groups;
-  const std::int64_t clusters = device_properties(c.device).multiprocessors / kCluster;
-  launch(value_projection_kernel<T, Out, kKind, kCluster, kStages>,
-         {.blocks = std::min(product.items, clusters) * kCluster,
+  product.part_steps = groups_of(product.steps, product.parts);
+  const std::int64_t pairs =
+      std::int64_t{product.heads} * product.parts * product.n_groups * product.m_groups;
+  const std::int64_t clusters =
+      std::min<std::int64_t>(pairs, device_properties(c.device).multiprocessors / 2);
+  auto stride = static_cast<int>(clusters);
+  product.m_stride = stride % product.m_groups;
+  stride /= product.m_groups;
+  product.n_stride = stride % product.n_groups;
+  stride /= product.n_groups;
+  product.part_stride = stride % product.parts;
+  product.head_stride = stride / product.parts;
+  launch(value_projection_kernel<T, Out, kKind, kPair>,
+         {.blocks = clusters * 2,
           .threads = kThreads,
-          .shared_bytes = sizeof(SharedStorage<kStages>),
+          .shared_bytes = sizeof(SharedStorage),
           .stream = stream},
          product);
 }
@@ -126,9 +130,9 @@ template <class T, class Out, Kind kKind>
 void multiply(const Factors& factors, const Tensor& c, const Summation& summation,
               cudaStream_t stream) {
   if (groups_of(factors.m, kM) % 2 == 0) {
-    multiply_with<T, Out, kKind, 2, 4>(factors, c, summation, stream);
+    multiply_with<T, Out, kKind, Pair::along_m>(factors, c, summation, stream);
   } else {
-    multiply_with<T, Out, kKind, 1, 4>(factors, c, summation, stream);
+    multiply_with<T, Out, kKind, Pair::along_n>(factors, c, summation, stream);
   }
 }
 
@@ -167,9 +171,9 @@ template <class Out>
 void sum_parts(const Tensor& sums, int parts, const Tensor& d_w_v, cudaStream_t stream) {
   const Parts all = {.data = static_cast<const float*>(sums.data),
                      .count = parts,
-                     .heads = sums.shape[0],
-                     .rows = sums.shape[1],
-                     .columns = sums.shape[2],
+                     .heads = d_w_v.shape[0],
+                     .rows = d_w_v.shape[1],
+                     .columns = d_w_v.shape[2],
                      .d_w = d_w_v.data,
                      .head_stride = d_w_v.stride[0],
                      .row_stride = d_w_v.stride[1]};
@@ -195,7 +199,7 @@ void compute_d_w(const ValueProjectionBackward& args, const Execution& execution
   if (parts > 1) {
     Workspace workspace(execution, workspace_bytes(args, execution));
     const Tensor sums = tensor(workspace.take<std::byte>(bytes_of_parts(args)), DType::f32,
-                               {args.w_v.shape[0], factors.m, factors.n}, args.w_v.device);
+                               {parts * args.w_v.shape[0], factors.m, factors.n}, args.w_v.device);
     multiply<T, float, Kind::d_w>(factors, sums, {.parts = parts}, stream);
     if (adds) {
       sum_parts<float>(sums, parts, args.d_w_v, stream);
@@ -243,11 +247,10 @@ std::string why_not(const ValueProjectionForward& args, const Execution&) {
 
 std::string why_not(const ValueProjectionBackward& args, const Execution& execution) {
   if (std::string reason = why_not_type(args.out); !reason.empty()) return reason;
-  for (const Tensor& tensor : {args.out, args.w_v, args.d_out_v, args.d_out}) {
+  for (const Tensor& tensor : {args.out, args.w_v, args.d_out_v, args.d_out, args.d_w_v}) {
     if (!can_be_copied(tensor))
-      return sentence(refusal::takes_dense_rows, "out, w_v, d_out_v and d_out");
+      return sentence(refusal::takes_dense_rows, "out, w_v, d_out_v, d_out and d_w_v");
   }
-  if (!has_aligned_rows(args.d_w_v)) return sentence(refusal::takes_aligned_rows, "d_w_v");
   return over_limit(workspace_bytes(args, execution), execution);
 }
 

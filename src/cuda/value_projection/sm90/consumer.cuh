@@ -29,18 +29,14 @@ inline constexpr std::uint64_t kNext = kMnMajor ? kNextMnMajor : kNextKMajor;
 
 /// Sums 64 x 256 of an item over all steps. While the products of a step run, those of the next are
 /// started; then the stage of the first is freed.
-template <class T, Kind kKind, int kCluster, int kStages>
-__device__ void accumulate(float (&c)[128], SharedStorage<kStages>& shared,
-                           PipelineState<kStages>& state, int steps, int side) {
+template <class T, Kind kKind>
+__device__ void accumulate(float (&c)[128], SharedStorage& shared, PipelineState<kStages>& state,
+                           int steps, int side) {
   constexpr bool kAMn = kAMnMajor<kKind>;
   constexpr bool kBMn = kBMnMajor<kKind>;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const auto free_stage = [&](int stage) {
-    if constexpr (kCluster > 1) {
-      if (lane < kCluster) arrive_at_block(shared.free[stage], lane);
-    } else {
-      if (lane == 0) shared.free[stage].arrive();
-    }
+    if (lane < 2) arrive_at_block(shared.free[stage], lane);
   };
   int previous = -1;
   for (int step = 0; step < steps; ++step, state.next()) {
@@ -63,10 +59,10 @@ __device__ void accumulate(float (&c)[128], SharedStorage<kStages>& shared,
 
 /// Rounds c and stores its transpose through shared memory: rows of c^T are tokens, and TMA leaves
 /// out what the tensor does not have.
-template <class T, int kStages>
-__device__ void store_by_tokens(const float (&c)[128], const Product& product,
-                                SharedStorage<kStages>& shared, const Item& item, int side) {
-  constexpr int kRows = SharedStorage<kStages>::kStoreRows;
+template <class T, Pair kPair>
+__device__ void store_by_tokens(const float (&c)[128], const Items<kPair>& item,
+                                SharedStorage& shared, int side) {
+  constexpr int kRows = SharedStorage::kStoreRows;
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   const int lane = thread % 32;
   // Of the four matrices that a lane stores at a time, the first and the third are rows 0-7 of the
@@ -91,56 +87,80 @@ __device__ void store_by_tokens(const float (&c)[128], const Product& product,
     fence_proxy_async();
     sync_side(side);  // all rows are written
     if (thread == 0)
-      store_box(product.c, shared.c[side], item.m + side * 64, item.n + first, item.head);
+      store_box(item.product.c, shared.c[side], item.m() + side * 64, item.n() + first, item.head);
   }
 }
 
-/// Writes c to d_w_v or to one of its parts, or adds it.
-template <class Out>
-__device__ void store_d_w(const float (&c)[128], const Product& product, const Item& item,
+/// Stores c through shared memory, or adds it to what is there, in boxes of 128 bytes a row.
+template <class Out, Pair kPair>
+__device__ void store_d_w(const float (&c)[128], const Items<kPair>& item, SharedStorage& shared,
                           int side) {
+  constexpr int kColumns = kTileRowBytes / static_cast<int>(sizeof(Out));  // of a box
+  constexpr int kBoxes = sizeof(shared.c[0]) / kTileBytes;                 // at a time
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   const int lane = thread % 32;
-  const bool has_terms = item.first_step < item.end_step;
-  Out* const head = static_cast<Out*>(product.d_w) + item.part * product.d_w_part_stride +
-                    item.head * product.d_w_head_stride;
+  const int first_row = thread / 32 * 16;
+  const bool has_terms = item.step_count() > 0;
+  const auto sum = [&](int i) { return has_terms ? c[i] : 0.0f; };
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = item.m + side * 64 + thread / 32 * 16 + half * 8 + lane / 4;
-    if (row >= product.m) continue;
-    Out* const to = head + row * product.d_w_stride + item.n + lane % 4 * 2;
+  for (int first = 0; first < kN; first += kBoxes * kColumns) {
+    if (thread == 0) wait_for_stores<0>();
+    sync_side(side);  // TMA has read what was stored before
 #pragma unroll
-    for (int i = 0; i < kN / 8; ++i) {
-      if (item.n + i * 8 >= product.n) continue;
-      const float first = has_terms ? c[i * 4 + half * 2] : 0.0f;
-      const float second = has_terms ? c[i * 4 + half * 2 + 1] : 0.0f;
+    for (int column = 0; column < kBoxes * kColumns; column += 16) {
+      std::byte* const box = shared.c[side] + column / kColumns * kTileBytes;
+      const int first_sum = (first + column) / 2;
       if constexpr (std::is_same_v<Out, float>) {
-        float2& pair = *reinterpret_cast<float2*>(to + i * 8);
-        pair = product.adds ? float2{pair.x + first, pair.y + second} : float2{first, second};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // 8 rows and 8 columns of the 16 x 16
+          const int row = first_row + i % 2 * 8 + lane / 4;
+          const int piece = column % kColumns / 4 + i / 2 * 2 + lane % 4 / 2;
+          *reinterpret_cast<float2*>(box + tile_offset(row, piece) + lane % 2 * 8) = {
+              sum(first_sum + i * 2), sum(first_sum + i * 2 + 1)};
+        }
       } else {
-        store_pair(to + i * 8, first, second, true);
+        std::uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          words[i] = pack<Out>(sum(first_sum + i * 2), sum(first_sum + i * 2 + 1));
+        const int matrix = lane / 8;
+        const int row = first_row + matrix % 2 * 8 + lane % 8;
+        store_matrices(shared_address(box) + tile_offset(row, column % kColumns / 8 + matrix / 2),
+                       words);
+      }
+    }
+    fence_proxy_async();
+    sync_side(side);  // all rows are written
+    if (thread != 0) continue;
+    for (int i = 0; i < kBoxes; ++i) {
+      const Product& product = item.product;
+      const std::byte* const box = shared.c[side] + i * kTileBytes;
+      const int column = item.n() + first + i * kColumns;
+      const int plane = item.part * product.heads + item.head;
+      if (product.adds) {
+        add_box(product.c, box, column, item.m() + side * 64, plane);
+      } else {
+        store_box(product.c, box, column, item.m() + side * 64, plane);
       }
     }
   }
 }
 
-template <class T, class Out, Kind kKind, int kCluster, int kStages>
-__device__ void consume(const Product& product, SharedStorage<kStages>& shared) {
+template <class T, class Out, Kind kKind, Pair kPair>
+__device__ void consume(const Product& product, SharedStorage& shared) {
   const int side = static_cast<int>(threadIdx.x) / kWarpgroup - 1;
-  const int rank = kCluster > 1 ? block_rank() : 0;
   PipelineState<kStages> state;
-  for (std::int64_t i = blockIdx.x / kCluster; i < product.items; i += gridDim.x / kCluster) {
-    const Item item = item_of<kCluster>(product, i, rank);
+  for (Items<kPair> item(product); !item.done(); item.next()) {
     float c[128];
-    accumulate<T, kKind, kCluster>(c, shared, state, item.end_step - item.first_step, side);
+    accumulate<T, kKind>(c, shared, state, item.step_count(), side);
     if constexpr (kKind == Kind::d_w) {
-      store_d_w<Out>(c, product, item, side);
+      store_d_w<Out>(c, item, shared, side);
     } else {
-      store_by_tokens<T>(c, product, shared, item, side);
+      store_by_tokens<T>(c, item, shared, side);
     }
   }
   // Shared memory is the block's only until it ends.
-  if (kKind != Kind::d_w && threadIdx.x % kWarpgroup == 0) wait_for_stores<0>();
+  if (threadIdx.x % kWarpgroup == 0) wait_for_stores<0>();
 }
 
 }  // namespace winnow::cuda::value_projection::sm90

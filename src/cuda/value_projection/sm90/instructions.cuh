@@ -55,12 +55,33 @@ __device__ inline void store_transposed(std::uint32_t shared_address,
                : "memory");
 }
 
+/// Stores four 8 x 8 matrices likewise, but each as it is: lane 8i + j gives the address of row j
+/// of matrix i.
+__device__ inline void store_matrices(std::uint32_t shared_address,
+                                      const std::uint32_t (&words)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+      : "memory");
+}
+
 /// Starts a copy from shared memory to the box that begins at element (column, row, plane). What
 /// lies outside of the tensor is not written. Writes to shared memory need a proxy fence before.
 __device__ inline void store_box(const CUtensorMap& map, const void* shared, int column, int row,
                                  int plane) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(column), "r"(row), "r"(plane), "r"(shared_address(shared))
+      : "memory");
+}
+
+/// Starts the additions of f32 elements in shared memory to those of a box, likewise.
+__device__ inline void add_box(const CUtensorMap& map, const void* shared, int column, int row,
+                               int plane) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], "
+      "[%4];\n"
       "cp.async.bulk.commit_group;" ::"l"(&map),
       "r"(column), "r"(row), "r"(plane), "r"(shared_address(shared))
       : "memory");

@@ -6,45 +6,46 @@
 
 namespace winnow::cuda::value_projection::sm90 {
 
-/// One thread that has TMA copy the operands of every step of the block's items. The blocks of a
-/// cluster have the same columns: each copies its share of b to all of them.
-template <Kind kKind, int kCluster, int kStages>
-__device__ void produce(const Product& product, SharedStorage<kStages>& shared) {
-  constexpr int kStepBytes = sizeof(shared.a[0]) + sizeof(shared.b[0]);
-  constexpr int kShare = kN / kCluster;  // columns of b that this block copies
-  constexpr std::uint16_t kBlocks = (1 << kCluster) - 1;
-  const int rank = kCluster > 1 ? block_rank() : 0;
-  PipelineState<kStages> state;
+/// An operand's part of a step: kCount of its rows (K-major) or columns (MN-major), `first` being
+/// the first of the block's item, and 64 of k. A shared one is the same for both blocks: each
+/// copies half of it to both.
+template <bool kMnMajor, bool kShared, int kCount>
+__device__ void copy_operand(std::byte* to, const CUtensorMap& map, Barrier& full, int first, int k,
+                             int head, int rank) {
+  constexpr int kOwn = kShared ? kCount / 2 : kCount;
+  const auto copy = [&](int offset, int column, int row) {
+    if constexpr (kShared) {
+      constexpr std::uint16_t kBothBlocks = 3;
+      copy_box_to_blocks(to + offset, map, full, column, row, head, kBothBlocks);
+    } else {
+      copy_box(to + offset, map, full, column, row, head);
+    }
+  };
+  if constexpr (kShared) {
+    first += rank * kOwn;
+    to += rank * kOwn * kTileRowBytes;
+  }
+  if constexpr (kMnMajor) {
+    for (int i = 0; i < kOwn / 64; ++i) copy(i * kTileBytes, first + i * 64, k);
+  } else {
+    copy(0, k, first);
+  }
+}
 
-  for (std::int64_t i = blockIdx.x / kCluster; i < product.items; i += gridDim.x / kCluster) {
-    const Item item = item_of<kCluster>(product, i, rank);
-    for (int step = item.first_step; step < item.end_step; ++step, state.next()) {
-      const int k = step * kK;
-      std::byte* const a = shared.a[state.stage];
-      std::byte* const b = shared.b[state.stage] + rank * kShare * kTileRowBytes;
+/// One thread that has TMA copy the operands of every step of the block's items.
+template <Kind kKind, Pair kPair>
+__device__ void produce(const Product& product, SharedStorage& shared) {
+  constexpr int kStepBytes = sizeof(shared.a[0]) + sizeof(shared.b[0]);
+  PipelineState<kStages> state;
+  for (Items<kPair> item(product); !item.done(); item.next()) {
+    for (int step = item.first_step(); step < item.end_step(); ++step, state.next()) {
       Barrier& full = shared.full[state.stage];
-      // The consumers of all blocks of the cluster have used the stage.
-      shared.free[state.stage].wait(state.phase - 1);
+      shared.free[state.stage].wait(state.phase - 1);  // the consumers of both blocks have used it
       full.arrive_and_expect(kStepBytes);
-      if constexpr (kAMnMajor<kKind>) {
-        for (int j = 0; j < kM / 64; ++j)
-          copy_box(a + j * kTileBytes, product.a, full, item.m + j * 64, k, item.head);
-      } else {
-        copy_box(a, product.a, full, k, item.m, item.head);
-      }
-      const auto copy_b = [&](int offset, int column, int row) {
-        if constexpr (kCluster > 1) {
-          copy_box_to_blocks(b + offset, product.b, full, column, row, item.head, kBlocks);
-        } else {
-          copy_box(b + offset, product.b, full, column, row, item.head);
-        }
-      };
-      const int n = item.n + rank * kShare;
-      if constexpr (kBMnMajor<kKind>) {
-        for (int j = 0; j < kShare / 64; ++j) copy_b(j * kTileBytes, n + j * 64, k);
-      } else {
-        copy_b(0, k, n);
-      }
+      copy_operand<kAMnMajor<kKind>, kPair == Pair::along_n, kM>(
+          shared.a[state.stage], product.a, full, item.m(), step * kK, item.head, item.rank);
+      copy_operand<kBMnMajor<kKind>, kPair == Pair::along_m, kN>(
+          shared.b[state.stage], product.b, full, item.n(), step * kK, item.head, item.rank);
     }
   }
 }
