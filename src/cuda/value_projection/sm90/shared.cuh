@@ -44,6 +44,7 @@ struct Product {
   int heads = 0;
   int steps = 0;  // kK of k each
   int part_steps = 0;
+  int first_block = 0;  // of those that compute this product
   // The distance from one of a cluster's items to its next, digit by digit as Items counts.
   int m_stride = 0, n_stride = 0, part_stride = 0, head_stride = 0;
 };
@@ -57,6 +58,16 @@ struct SharedStorage {
   std::byte c[2][kStoreRows * kTileRowBytes];  // of each consumer warpgroup
   Barrier full[kStages];
   Barrier free[kStages];
+
+  /// One thread calls this before the blocks of the cluster meet.
+  __device__ void init_barriers() {
+    constexpr int kConsumerWarps = 2 * kWarpgroup / 32;
+    for (int i = 0; i < kStages; ++i) {
+      full[i].init(1);
+      free[i].init(2 * kConsumerWarps);
+    }
+    fence_barrier_init();
+  }
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
@@ -74,7 +85,7 @@ struct Items {
   int m_group, n_group, part, head;
 
   __device__ explicit Items(const Product& product) : product(product) {
-    auto number = static_cast<int>(blockIdx.x / 2);
+    int number = (static_cast<int>(blockIdx.x) - product.first_block) / 2;
     m_group = number % product.m_groups;
     number /= product.m_groups;
     n_group = number % product.n_groups;
