@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // value_projection: exact on integers, independence of rows, fp32 and rounded d_w_v.
+#include <thread>
+
 #include "tests/testing.h"
 
 namespace winnow::tests {
@@ -127,6 +129,40 @@ TEST(ValueProjection, OfWholeNumbersIsExact) {
   });
 }
 
+/// Several of the tiles that a kernel computes, the last of each dimension a part of one, and
+/// tokens enough that d_w_v may be summed in parts.
+Projection many_tiles() { return {.tokens = 1030, .heads = 1, .head_dim = 136, .v_dim = 264}; }
+
+TEST(ValueProjection, OfManyTilesIsExact) {
+  const Projection p = filled(many_tiles(), 7);
+  const Plain expected = plain(p);
+  on_each_backend([&](Backend backend) {
+    EXPECT_TRUE(ok(harness::compare_exactly("out_v", forward(p, on(backend)),
+                                            as_stored(p.dtype, expected.out_v))));
+    const ProjectionGradients gradients = backward(p, on(backend));
+    EXPECT_TRUE(ok(harness::compare_exactly("d_out", gradients.d_out,
+                                            as_stored(p.dtype, expected.gradients.d_out))));
+    EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", gradients.d_w_v, expected.gradients.d_w_v)));
+    Projection rounded = p;
+    rounded.d_w_type = p.dtype;
+    EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", backward(rounded, on(backend)).d_w_v,
+                                            as_stored(p.dtype, expected.gradients.d_w_v))));
+  });
+}
+
+TEST(ValueProjection, RowsOfManyTilesDoNotDependOnTheirNeighbours) {
+  const Projection p = with_normals(many_tiles(), 8);
+  constexpr std::int64_t kFirst = 700;
+  const std::int64_t count = p.tokens - kFirst;
+  on_each_backend([&](Backend backend) {
+    const Projection rows = rows_of(p, kFirst, count);
+    EXPECT_TRUE(same_bits(forward(rows, on(backend)),
+                          part(forward(p, on(backend)), kFirst * p.head_dim, count * p.head_dim)));
+    EXPECT_TRUE(same_bits(backward(rows, on(backend)).d_out,
+                          part(backward(p, on(backend)).d_out, kFirst * p.v_dim, count * p.v_dim)));
+  });
+}
+
 TEST(ValueProjection, DWOfTheAccumulationTypeIsAddedToAndOthersOverwritten) {
   on_each_projection([](Backend backend, const Projection& shape) {
     Projection p = filled(shape, 2);
@@ -187,6 +223,20 @@ TEST(ValueProjection, OfStridedTensorsIsTheSame) {
       EXPECT_TRUE(ok(harness::compare_exactly("d_out", strided.d_out, gradients.d_out)));
       EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", strided.d_w_v, gradients.d_w_v)));
     }
+  });
+}
+
+TEST(ValueProjection, RunsOnAThreadThatHasCalledNothingElse) {
+  on_each_backend([](Backend backend) {
+    const Device device = harness::device_of(backend);
+    const Buffer out = floats(device, DType::bf16, {1, 1, 8}, Values(8, 1.0));
+    const Buffer w_v = floats(device, DType::bf16, {1, 8, 8}, Values(64, 1.0));
+    const Buffer out_v(device, DType::bf16, {1, 1, 8});
+    std::thread([&] {
+      EXPECT_NO_THROW(value_projection_forward(
+          {.out = out.tensor(), .w_v = w_v.tensor(), .out_v = out_v.tensor()}, on(backend)));
+    }).join();
+    EXPECT_EQ(out_v.download(), Values(8, 8.0));
   });
 }
 

@@ -35,6 +35,8 @@ CUtensorMapDataType data_type(DType dtype) {
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     case DType::f16:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::f32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     default:
       return CU_TENSOR_MAP_DATA_TYPE_UINT8;
   }
@@ -54,6 +56,11 @@ bool can_have_tensor_map(const Tensor& tensor) {
 
 CUtensorMap make_tensor_map(const Tensor& tensor, const std::array<std::uint32_t, 4>& box) {
   static const Encode encode = find_encode();
+  // The driver's function needs a context. A thread of the host that has called nothing else has
+  // none until it sets a device.
+  int device = 0;
+  cuda_check(cudaGetDevice(&device));
+  cuda_check(cudaSetDevice(device));
   // TMA counts dimensions from the last one.
   std::array<cuuint64_t, 4> sizes{};
   std::array<cuuint64_t, 3> strides{};

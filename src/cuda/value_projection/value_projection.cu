@@ -20,6 +20,7 @@
 #include "cuda/common/mma.cuh"
 #include "cuda/common/runtime.h"
 #include "cuda/common/tile_product.cuh"
+#include "cuda/value_projection/kernels.h"
 
 namespace winnow::cuda {
 namespace {
@@ -388,14 +389,14 @@ void run(const ValueProjectionBackward& args, const Execution& execution) {
 }  // namespace
 
 Kernels<ValueProjectionForward> kernels(std::type_identity<ValueProjectionForward>) {
-  static constexpr Kernel<ValueProjectionForward> kKernels[] = {
-      {"general", why_not, no_workspace, run}};
+  static const Kernel<ValueProjectionForward> kKernels[] = {
+      value_projection::forward_sm90, {"general", why_not, no_workspace, run}};
   return kKernels;
 }
 
 Kernels<ValueProjectionBackward> kernels(std::type_identity<ValueProjectionBackward>) {
-  static constexpr Kernel<ValueProjectionBackward> kKernels[] = {
-      {"general", why_not, no_workspace, run}};
+  static const Kernel<ValueProjectionBackward> kKernels[] = {
+      value_projection::backward_sm90, {"general", why_not, no_workspace, run}};
   return kKernels;
 }
 

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// Instructions of Hopper that the products of value_projection use beside those of cuda/hopper: the
+// widest wgmma with operands of either layout, transposed stores of fragments to shared memory, TMA
+// from shared memory to a tensor, and what the two thread blocks of a cluster share.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include <cuda.h>
+
+#include "cuda/hopper/barrier.cuh"
+#include "cuda/hopper/wgmma.cuh"
+
+namespace winnow::cuda::value_projection::sm90 {
+
+using namespace winnow::hopper;
+
+/// d (64 x 256) += A (64 x 16) * B (16 x 256), both in shared memory. An operand is K-major, or
+/// MN-major where its template argument is 1.
+template <class T, int kAMnMajor, int kBMnMajor>
+__device__ inline void multiply_64x256(float (&d)[128], std::uint64_t a, std::uint64_t b,
+                                       int accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WINNOW_REGISTERS_128
+        "}, %128, %129, p, 1, 1, %131, %132;\n"
+        "}\n"
+        : WINNOW_OPERANDS_128(d)
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor), "n"(kBMnMajor));
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" WINNOW_REGISTERS_128
+        "}, %128, %129, p, 1, 1, %131, %132;\n"
+        "}\n"
+        : WINNOW_OPERANDS_128(d)
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor), "n"(kBMnMajor));
+  }
+}
+
+/// Stores four 8 x 8 matrices of two-byte elements, each transposed: lane 8i + j gives the address
+/// of the 16 bytes that column j of matrix i fills. Of matrix i, lane 4g + c holds columns 2c and
+/// 2c + 1 of row g in words[i].
+__device__ inline void store_transposed(std::uint32_t shared_address,
+                                        const std::uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+/// Stores four 8 x 8 matrices likewise, but each as it is: lane 8i + j gives the address of row j
+/// of matrix i.
+__device__ inline void store_matrices(std::uint32_t shared_address,
+                                      const std::uint32_t (&words)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+      : "memory");
+}
+
+/// Starts a copy from shared memory to the box that begins at element (column, row, plane). What
+/// lies outside of the tensor is not written. Writes to shared memory need a proxy fence before.
+__device__ inline void store_box(const CUtensorMap& map, const void* shared, int column, int row,
+                                 int plane) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(column), "r"(row), "r"(plane), "r"(shared_address(shared))
+      : "memory");
+}
+
+/// Starts the additions of f32 elements in shared memory to those of a box, likewise.
+__device__ inline void add_box(const CUtensorMap& map, const void* shared, int column, int row,
+                               int plane) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], "
+      "[%4];\n"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(column), "r"(row), "r"(plane), "r"(shared_address(shared))
+      : "memory");
+}
+
+/// Waits until TMA has read the shared memory of all but the last kPending boxes that this thread
+/// stores.
+template <int kPending>
+__device__ inline void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+/// The number of this thread block in its cluster.
+__device__ inline int block_rank() {
+  std::uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+/// Waits for all threads of the cluster.
+__device__ inline void sync_cluster() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+/// Arrives at the barrier that stands at the same place in block `rank` of the cluster.
+__device__ inline void arrive_at_block(Barrier& barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}\n" ::"r"(shared_address(&barrier.state)),
+      "r"(rank)
+      : "memory");
+}
+
+/// Copies the box that begins at element (column, row, plane) to the same place in every block of
+/// `blocks`, a bit each, and completes at the barrier of each.
+__device__ inline void copy_box_to_blocks(void* shared, const CUtensorMap& map, Barrier& barrier,
+                                          int column, int row, int plane, std::uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::"
+      "cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(column), "r"(row), "r"(plane), "r"(shared_address(&barrier.state)), "h"(blocks)
+      : "memory");
+}
+
+}  // namespace winnow::cuda::value_projection::sm90
