@@ -75,6 +75,7 @@ inline constexpr char needs_capability[] = "needs compute capability {}.{}, {} h
 inline constexpr char too_little_shared[] = "has too little shared memory on this device";
 inline constexpr char takes_dtypes[] = "takes {}";
 inline constexpr char takes_widths[] = "takes qk_dim/v_dim {}";
+inline constexpr char takes_qk_dims[] = "takes qk_dim {}";
 inline constexpr char takes_dim_up_to[] = "takes {} up to {}";
 inline constexpr char takes_dim[] = "takes {} {}";
 inline constexpr char takes_aligned_rows[] = "takes rows of {} that begin at 16-byte boundaries";

@@ -145,6 +145,33 @@ __device__ inline void multiply_64x48x16(float (&d)[24], std::uint64_t a, std::u
   }
 }
 
+/// d (64 x 64) += A (64 x 16, registers) * B (64 x 16, K-major)^T.
+template <class T>
+__device__ inline void multiply_64x64x16(float (&d)[32], const std::uint32_t (&a)[4],
+                                         std::uint64_t b, int accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WINNOW_REGISTERS_32
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n"
+        "}\n"
+        : WINNOW_OPERANDS_32(d)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" WINNOW_REGISTERS_32
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n"
+        "}\n"
+        : WINNOW_OPERANDS_32(d)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+  }
+}
+
 /// d (64 x 64) += A (64 x 16) * B (16 x 64), both in shared memory. An operand is K-major, or
 /// MN-major where its template argument is 1.
 template <class T, int kAMnMajor, int kBMnMajor>

@@ -2,26 +2,19 @@
 // The indexer's target: the probability of a key, summed over heads. Every head and slot takes one
 // product (common/head_products.cuh) and one exponential; heads past 64 add to the sums of the
 // first.
+#include <array>
 #include <cmath>
 
 #include "backend_operators.h"
 #include "core/refusals.h"
-#include "cuda/common/softmax.cuh"
 #include "cuda/index_loss/attention_target.cuh"
+#include "cuda/index_loss/kernels.h"
+#include "cuda/index_loss/probability.cuh"
 
 namespace winnow::cuda {
 namespace {
 
-/// log(exp(a) + exp(b)); NaN if either is.
-__device__ float log_add_exp(float a, float b) {
-  if (isnan(b)) return b;
-  const float larger = a < b ? b : a;
-  if (isinf(larger)) return larger;
-  return larger + log1pf(expf((b < a ? b : a) - larger));
-}
-
-/// exp(scale * product - L). The logit is rounded as in the lse of attention, so that of the
-/// largest one next to nothing remains where both are large.
+/// The probability of a key in one head.
 struct Probability {
   const float* lse;   // [tokens, heads], natural
   const float* sink;  // [heads], or null
@@ -29,11 +22,10 @@ struct Probability {
   float scale;
 
   __device__ float of_head(std::int64_t t, int h) const {
-    return log_add_exp(lse[t * lse_stride + h], sink != nullptr ? sink[h] : -INFINITY);
+    return log_sum_of_head(lse[t * lse_stride + h], sink != nullptr ? sink[h] : -INFINITY);
   }
   __device__ float operator()(float product, float log_sum) const {
-    const float logit = __fmul_rn(product, scale);  // not fused with the difference
-    return logit == -INFINITY ? 0 : fast_exp2(at_most_0((logit - log_sum) * kLog2E));
+    return probability(product, scale, log_sum);
   }
 };
 
@@ -82,7 +74,8 @@ void run(const IndexTarget& args, const Execution& execution) {
 }  // namespace
 
 Kernels<IndexTarget> kernels(std::type_identity<IndexTarget>) {
-  static constexpr Kernel<IndexTarget> kKernels[] = {{"general", why_not, no_workspace, run}};
+  static const std::array kKernels = {index_target_sm90,
+                                      Kernel<IndexTarget>{"general", why_not, no_workspace, run}};
   return kKernels;
 }
 
