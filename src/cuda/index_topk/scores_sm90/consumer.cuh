@@ -5,27 +5,11 @@
 
 #include <cstdint>
 
+#include "cuda/hopper/turns.cuh"
 #include "cuda/index_topk/parameters.cuh"
 #include "cuda/index_topk/scores_sm90/shared.cuh"
 
 namespace winnow::cuda::index_topk::sm90 {
-
-// The two consumer warpgroups take turns at the tensor cores, by a named barrier a side: one waits
-// for its own, the other arrives at it when all of its products are issued.
-__device__ inline void acquire_tensor_cores(int side) {
-  if (side == 0) {
-    sync_warps<1, 2 * kWarpgroup>();
-  } else {
-    sync_warps<2, 2 * kWarpgroup>();
-  }
-}
-__device__ inline void hand_over_tensor_cores(int side) {
-  if (side == 0) {
-    arrive_warps<1, 2 * kWarpgroup>();
-  } else {
-    arrive_warps<2, 2 * kWarpgroup>();
-  }
-}
 
 /// Loads the weights of the columns that a lane holds: 8 i + 2 (lane % 4) and the next.
 __device__ inline void load_weights(float (&weights)[kColumns / 4], const float (&from)[kColumns]) {
