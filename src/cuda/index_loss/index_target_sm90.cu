@@ -39,20 +39,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     index_target_kernel(const __grid_constant__ Parameters params) {
   extern __shared__ __align__(1024) std::byte memory[];
   auto& shared = *reinterpret_cast<SharedStorage<Shape>*>(memory);
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
-      for (int chunk = 0; chunk < Shape::kChunks; ++chunk) {
-        // Each producer thread arrives for its copies, one of them for the info as well.
-        shared.full[stage][chunk].init(Shape::kProducerThreads + (chunk == 0 ? 1 : 0));
-        shared.free[stage][chunk].init(Shape::kConsumerWarps);
-      }
-    }
-    fence_barrier_init();
-  }
+  // Each producer thread arrives for its copies, one of them for the info as well.
+  if (threadIdx.x == 0) shared.ring.init(Shape::kProducerThreads, true);
   __syncthreads();
   if (threadIdx.x < Shape::kConsumerThreads) {
     grow_registers<Shape::kConsumerRegisters>();
-    consume<T, Shape>(params, shared);
+    Consumer<T, Shape>(params, shared).run();
   } else {
     shrink_registers<Shape::kProducerRegisters>();
     Producer<T, Shape>(params, shared).run();
@@ -63,21 +55,21 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class T>
 Parameters parameters(const IndexTarget& args, std::int64_t first_head, std::int64_t heads) {
   const auto* const sink = data_of<const float>(args.sink);
-  return {.q = static_cast<const T*>(args.q.data) + first_head * args.q.stride[1],
+  return {.heads = {.lse = data_of<const float>(args.lse) + first_head,
+                    .sink = sink != nullptr ? sink + first_head : nullptr,
+                    .lse_stride = args.lse.stride[0],
+                    .count = static_cast<std::int32_t>(heads)},
+          .q = static_cast<const T*>(args.q.data) + first_head * args.q.stride[1],
           .kv = static_cast<const T*>(args.kv.data) + args.key_offset * args.kv.stride[0],
           .indices = data_of<const std::int32_t>(args.indices),
           .lengths = data_of<const std::int32_t>(args.lengths),
-          .sink = sink != nullptr ? sink + first_head : nullptr,
-          .lse = data_of<const float>(args.lse) + first_head,
           .target = data_of<float>(args.target),
           .q_token_stride = args.q.stride[0],
           .q_head_stride = args.q.stride[1],
           .kv_stride = args.kv.stride[0],
           .indices_stride = args.indices.stride[0],
-          .lse_stride = args.lse.stride[0],
           .target_stride = args.target.stride[0],
           .tokens = static_cast<std::int32_t>(args.q.shape[0]),
-          .heads = static_cast<std::int32_t>(heads),
           .keys = static_cast<std::int32_t>(args.kv.shape[0] - args.key_offset),
           .topk = static_cast<std::int32_t>(args.indices.shape[1]),
           .scale = args.scale,

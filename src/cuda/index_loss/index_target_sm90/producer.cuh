@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gather of keys: the warps of one or two producer warpgroups copy equal numbers of a block's
-// rows. They also write the zeros of the slots that no consumer sees.
+// The gather of keys, and of Q before those of a row: the warps of one or two producer warpgroups
+// copy equal numbers of a block's rows. They also write the zeros of the slots that no consumer
+// sees.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,8 @@ class Producer {
 
   __device__ void run() {
     load_row(static_cast<int>(blockIdx.x));
-    for (PipelineState state; t_ < params_.tokens;) {
+    while (t_ < params_.tokens) {
+      if (block_ == 0) copy_query();
       const std::uint32_t low = valid_slots(0);
       const std::uint32_t high = valid_slots(1);
       const BlockInfo info{{low, high}, block_ * kBlock, is_last()};
@@ -31,8 +33,7 @@ class Producer {
       }
       next_block();  // its indices arrive during the copies of this one
       if (is_left_out) continue;
-      copy(info, state);
-      state.next();
+      copy_keys(info);
     }
   }
 
@@ -67,30 +68,52 @@ class Producer {
     }
   }
 
-  __device__ void copy(const BlockInfo& info, const PipelineState& state) {
-    const std::uint32_t stage = shared_address(shared_.stages[state.stage]);
+  /// Each consumer warpgroup has a block of 64 heads.
+  __device__ void copy_query() {
+    const T* const q = static_cast<const T*>(params_.q) + t_ * params_.q_token_stride;
+    for (int first_head = 0; first_head < Shape::kGroups * kGroupHeads; first_head += kGroupHeads) {
+      int rows[kThreadRows];
+#pragma unroll
+      for (int i = 0; i < kThreadRows; ++i) {
+        const int h = first_head + row_of_block(i);
+        rows[i] = h < params_.heads.count ? h : -1;
+      }
+      copy(q, params_.q_head_stride, rows, [] {});
+    }
+  }
+
+  __device__ void copy_keys(const BlockInfo& info) {
+    copy(static_cast<const T*>(params_.kv), params_.kv_stride, rows_,
+         [&] { shared_.info[state_.stage] = info; });
+  }
+
+  /// Copies rows of a tensor into the next stage; one thread calls `inform` once it is free.
+  template <class Inform>
+  __device__ void copy(const T* tensor, std::int64_t stride, const int (&rows)[kThreadRows],
+                       const Inform& inform) {
+    const std::uint32_t stage = shared_address(shared_.ring.stages[state_.stage]);
 #pragma unroll
     for (int chunk = 0; chunk < Shape::kChunks; ++chunk) {
-      Barrier& full = shared_.full[state.stage][chunk];
-      shared_.free[state.stage][chunk].wait(state.phase - 1);
+      Barrier& full = shared_.ring.full[state_.stage][chunk];
+      shared_.ring.free[state_.stage][chunk].wait(state_.phase - 1);
       if (chunk == 0 && thread() == 0) {
-        shared_.info[state.stage] = info;
+        inform();
         full.arrive();
       }
 #pragma unroll
       for (int i = 0; i < kThreadRows; ++i) {
-        const bool is_key = rows_[i] >= 0;
-        const T* const source = static_cast<const T*>(params_.kv) +
-                                (is_key ? rows_[i] : 0) * params_.kv_stride + lane() % 8 * 8;
+        const bool is_there = rows[i] >= 0;
+        const T* const source = tensor + (is_there ? rows[i] : 0) * stride + lane() % 8 * 8;
         const std::uint32_t target = stage + tile_offset(row_of_block(i), lane() % 8);
 #pragma unroll
         for (int tile = chunk * Shape::kChunkTiles; tile < (chunk + 1) * Shape::kChunkTiles;
              ++tile) {
-          copy_16_bytes(target + tile * kTileBytes, source + tile * kTileColumns, is_key);
+          copy_16_bytes(target + tile * kTileBytes, source + tile * kTileColumns, is_there);
         }
       }
       full.arrive_after_copies();
     }
+    state_.next();
   }
 
   __device__ void next_block() {
@@ -109,7 +132,6 @@ class Producer {
     slots_ =
         params_.lengths == nullptr ? params_.topk : min(__ldg(params_.lengths + t), params_.topk);
     load_keys();
-    prefetch_query();
     // The slots behind the last block.
     clear_slots(max((slots_ + kBlock - 1) / kBlock, 1) * kBlock, params_.topk);
   }
@@ -124,15 +146,6 @@ class Producer {
     }
   }
 
-  /// Prefetches the row's Q into L2, some blocks before the consumers load it.
-  __device__ void prefetch_query() const {
-    const T* const q = static_cast<const T*>(params_.q) + t_ * params_.q_token_stride;
-    for (int i = thread(); i < params_.heads * Shape::kTiles; i += Shape::kProducerThreads) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(q + i / Shape::kTiles * params_.q_head_stride +
-                                                    i % Shape::kTiles * kTileColumns));
-    }
-  }
-
   __device__ void clear_slots(int first, int end) const {
     if (params_.adds) return;
     for (int slot = first + thread(); slot < end; slot += Shape::kProducerThreads) {
@@ -142,6 +155,7 @@ class Producer {
 
   const Parameters& params_;
   SharedStorage<Shape>& shared_;
+  PipelineState state_;
   int t_;
   int block_;              // of the row
   int slots_;              // of the row that may hold a key
