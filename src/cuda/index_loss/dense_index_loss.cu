@@ -14,44 +14,19 @@
 
 #include "backend_operators.h"
 #include "core/refusals.h"
-#include "cuda/common/softmax.cuh"
 #include "cuda/index_loss/attention_target.cuh"
 #include "cuda/index_loss/divergence.cuh"
 #include "cuda/index_loss/head_sum.cuh"
+#include "cuda/index_loss/log_sum.cuh"
+#include "cuda/index_loss/window_sums_sm90.h"
 #include "cuda/index_topk/gradient.cuh"
 
 namespace winnow::cuda {
 namespace {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr std::int64_t kMostRows = 1024;  // at a time: enough for all SMs
 
 // ---- lse.
-
-/// A sum of exp(s), represented as sum * exp(base(largest)). It propagates NaN and infinities.
-struct LogSum {
-  float largest = -INFINITY;
-  float sum = 0;
-
-  __device__ static float base(float largest) { return isinf(largest) ? 0 : largest; }
-
-  /// Rescales the sum to a largest logit that is no smaller.
-  __device__ void raise(float new_largest) {
-    if (largest != new_largest) {
-      sum *= largest == -INFINITY ? 0 : fast_exp2((base(largest) - base(new_largest)) * kLog2E);
-    }
-    largest = new_largest;
-  }
-  __device__ void add(float s) { sum += fast_exp2((s - base(largest)) * kLog2E); }
-  __device__ void add(LogSum other) {
-    const float both = fmaxf(largest, other.largest);
-    raise(both);
-    other.raise(both);
-    sum += other.sum;
-  }
-  /// The log of the sum.
-  __device__ float lse() const { return base(largest) + log2f(sum) * kLn2; }
-};
 
 template <class T, int kHeads>
 struct LseStorage {
@@ -114,12 +89,7 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
       for (int e = 0; e < 2; ++e) {
         LogSum& sum = sums[n][e];
 #pragma unroll
-        for (int step = 4; step < 32; step *= 2) {
-          LogSum other;
-          other.largest = __shfl_xor_sync(kAllLanes, sum.largest, step);
-          other.sum = __shfl_xor_sync(kAllLanes, sum.sum, step);
-          sum.add(other);
-        }
+        for (int step = 4; step < 32; step *= 2) sum.add_lane(step);
         if (Tile::lane() < 4) shared.partial[Tile::key_warp()][Tile::head(n, e)] = sum;
       }
     }
@@ -199,27 +169,41 @@ Args piece_of(Args args, std::int64_t first, std::int64_t rows) {
   return args;
 }
 
-/// Computes scores and target of all keys of all windows.
+/// Attention over the windows, whose target goes to `target`.
 template <class Args>
+AttentionTarget attention_of(const Args& args, float* target) {
+  return {.q = args.q,
+          .kv = args.kv,
+          .sink = args.sink,
+          .lse = args.lse,
+          .scale = args.scale,
+          .slots = windows_of(args, args.key_offset),
+          .target = {.data = target, .stride = args.index_k.shape[0], .fills_rows = false}};
+}
+
+/// Computes scores and target of all keys of all windows.
+template <bool kSm90, class Args>
 void fill_lists(const Args& args, const Lists& lists, cudaStream_t stream) {
   const std::int64_t stride = args.index_k.shape[0];
-  sum_probabilities({.q = args.q,
-                     .kv = args.kv,
-                     .sink = args.sink,
-                     .lse = args.lse,
-                     .scale = args.scale,
-                     .slots = windows_of(args, args.key_offset),
-                     .target = {.data = lists.target, .stride = stride, .fills_rows = false}},
-                    stream);
-  for_each_pass(
-      args.index_q, args.index_k, windows_of(args, 0),
-      [&]<class T, int kHeads>(const HeadOperands& operands, std::int64_t first_head) {
-        const WeightedPart term{.weights = data_of<const float>(args.weights) + first_head,
-                                .stride = args.weights.stride[0]};
-        sum_heads<T, kHeads>(operands,
-                             {.data = lists.scores, .stride = stride, .fills_rows = false}, term,
-                             first_head > 0, stream);
-      });
+  const AttentionTarget attention = attention_of(args, lists.target);
+  const HeadSums scores{.data = lists.scores, .stride = stride, .fills_rows = false};
+  if constexpr (kSm90) {
+    sum_window_probabilities_sm90(attention, stream);
+    return sum_window_scores_sm90({.q = args.index_q,
+                                   .k = args.index_k,
+                                   .weights = args.weights,
+                                   .slots = windows_of(args, 0),
+                                   .scores = scores},
+                                  stream);
+  }
+  sum_probabilities(attention, stream);
+  for_each_pass(args.index_q, args.index_k, windows_of(args, 0),
+                [&]<class T, int kHeads>(const HeadOperands& operands, std::int64_t first_head) {
+                  const WeightedPart term{
+                      .weights = data_of<const float>(args.weights) + first_head,
+                      .stride = args.weights.stride[0]};
+                  sum_heads<T, kHeads>(operands, scores, term, first_head > 0, stream);
+                });
 }
 
 template <class Args>
@@ -287,7 +271,9 @@ std::string why_not(const DenseIndexLossForward& args, const Execution& executio
   return over_limit(cuda::workspace_bytes(args, execution), execution);
 }
 
+template <bool kSm90>
 void compute_lse(const DenseIndexLossForward& args, cudaStream_t stream) {
+  if constexpr (kSm90) return compute_window_lse_sm90(attention_of(args, nullptr), stream);
   for_each_pass(args.q, args.kv, windows_of(args, args.key_offset),
                 [&]<class T, int kHeads>(const HeadOperands& operands, std::int64_t first_head) {
                   launch(dense_lse_kernel<T, kHeads>,
@@ -300,11 +286,12 @@ void compute_lse(const DenseIndexLossForward& args, cudaStream_t stream) {
                 });
 }
 
+template <bool kSm90>
 void run(const DenseIndexLossForward& args, const Execution& execution) {
   const DeviceGuard guard(args.q.device);
   Workspace workspace(execution, cuda::workspace_bytes(args, execution));
   const cudaStream_t stream = execution.stream;
-  if (!args.lse_given) compute_lse(args, stream);
+  if (!args.lse_given) compute_lse<kSm90>(args, stream);
 
   const std::int64_t tokens = args.q.shape[0];
   const std::int64_t most_rows = rows_within(args, execution.workspace_limit);
@@ -312,7 +299,7 @@ void run(const DenseIndexLossForward& args, const Execution& execution) {
   for (std::int64_t first = 0; first < tokens; first += most_rows) {
     const std::int64_t rows = std::min(most_rows, tokens - first);
     const DenseIndexLossForward piece = piece_of(args, first, rows);
-    fill_lists(piece, lists, stream);
+    fill_lists<kSm90>(piece, lists, stream);
     Divergence divergence = divergence_of(piece, lists);
     divergence.loss = data_of<float>(args.loss) + first;
     compute_divergence(divergence, stream);
@@ -330,6 +317,7 @@ std::string why_not(const DenseIndexLossBackward& args, const Execution& executi
   return over_limit(limited_bytes(args, plan_of(args, execution)), execution);
 }
 
+template <bool kSm90>
 void run(const DenseIndexLossBackward& args, const Execution& execution) {
   const DeviceGuard guard(args.q.device);
   const BackwardPlan plan = plan_of(args, execution);
@@ -342,7 +330,7 @@ void run(const DenseIndexLossBackward& args, const Execution& execution) {
   for (std::int64_t first = 0; first < tokens; first += plan.rows) {
     const std::int64_t rows = std::min(plan.rows, tokens - first);
     const DenseIndexLossBackward piece = piece_of(args, first, rows);
-    fill_lists(piece, lists, stream);
+    fill_lists<kSm90>(piece, lists, stream);
     Divergence divergence = divergence_of(piece, lists);
     divergence.d_scores = lists.scores;
     divergence.d_loss = data_of<const float>(args.d_loss) + first;
@@ -362,17 +350,26 @@ void run(const DenseIndexLossBackward& args, const Execution& execution) {
   finish_key_sums(d_index_k, args.d_index_k, stream);
 }
 
+/// The kernel `sm90` differs in its attention alone.
+template <class Args>
+std::string why_not_sm90(const Args& args, const Execution& execution) {
+  std::string reason = why_not_windows_sm90(args.q, args.kv, args.index_q, args.index_k);
+  return reason.empty() ? why_not(args, execution) : reason;
+}
+
 }  // namespace
 
 Kernels<DenseIndexLossForward> kernels(std::type_identity<DenseIndexLossForward>) {
   static constexpr Kernel<DenseIndexLossForward> kKernels[] = {
-      {"general", why_not, workspace_bytes, run}};
+      {"sm90", why_not_sm90, workspace_bytes, run<true>},
+      {"general", why_not, workspace_bytes, run<false>}};
   return kKernels;
 }
 
 Kernels<DenseIndexLossBackward> kernels(std::type_identity<DenseIndexLossBackward>) {
   static constexpr Kernel<DenseIndexLossBackward> kKernels[] = {
-      {"general", why_not, workspace_bytes, run}};
+      {"sm90", why_not_sm90, workspace_bytes, run<true>},
+      {"general", why_not, workspace_bytes, run<false>}};
   return kKernels;
 }
 
