@@ -6,19 +6,20 @@
 //
 // clang-format off
 // consumers, a warpgroup     S = Q K^T for every block of 64 keys, Q in registers (144 a thread).
-// for 64 heads               During the products of a block: probabilities of the block before,
-//                            summed over heads in registers, over lanes by shuffles, over warps in
-//                            shared memory; one number a slot is stored.
-// producers, the other one   gather keys by cp.async, three blocks ahead, a third or a half of a
-// or two warpgroups          block's channels at a time; prefetch Q of the next row into L2.
+// for 64 heads               Probabilities are summed over heads in registers, over lanes by
+//                            shuffles, over warps in shared memory; one number a slot is stored. A
+//                            single warpgroup does so during the products of the next block, two
+//                            of them take turns at the tensor cores.
+// producers, the other one   gather Q of a row, then its keys, by cp.async, three blocks ahead, a
+// or two warpgroups          third or a half of a block's channels at a time
 //
 // barriers of a chunk        full  its channels have landed
-//                            free  the consumers have multiplied it
+//                            free  the consumers are done with it
 // clang-format on
 //
 // Shared memory: three stages of 64 keys, 216 KiB. With 64 heads each gathered byte is used for 64
-// operations, so the limit is the gather from L2; with 128 heads the tensor cores are as close. A
-// row's sums are made in an order of their own, so results are bitwise reproducible.
+// operations: the gather from L2 is close to the limit, which is how fast one warpgroup multiplies
+// and sums. A row's sums are made in an order of their own, so results are bitwise reproducible.
 #include <algorithm>
 #include <cstdint>
 #include <string>

@@ -43,7 +43,7 @@ template <class Shape>
 struct KeyRing {
   std::byte stages[kStages][Shape::kTiles * kTileBytes];
   Barrier full[kStages][Shape::kChunks];  // the chunk has landed
-  Barrier free[kStages][Shape::kChunks];  // the consumers have multiplied it
+  Barrier free[kStages][Shape::kChunks];  // the consumers are done with it
 
   /// `arrivals`: of producers at each `full`, one more at the first chunk's if it has info.
   __device__ void init(int arrivals, bool has_info) {
