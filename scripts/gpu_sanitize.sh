@@ -26,7 +26,7 @@ hopper_barrier_test *
 hopper_gather_test *
 hopper_tensor_copy_test *
 hopper_wgmma_test *
-harness_test */cuda_*_glm_5_2_small:*/cuda_*_deepseek_v4_flash_small:*/cuda_*_misaligned:*/cuda_*_fp32_holes
+harness_test */cuda_*_glm_5_2_small:*/cuda_index_target_*_widths:*/cuda_dense_index_loss_*_widths:*/cuda_*_deepseek_v4_flash_small:*/cuda_*_misaligned:*/cuda_*_fp32_holes
 cuda_stream_test CapturedCalls.*
 sparse_attention_test SparseAttention.SlotsBetweenKeysMayHoldNone:SparseAttention.RowsWithoutKeysGiveZero
 sparse_attention_backward_test SparseAttentionBackward.DKvOf*:SparseAttentionBackward.WhatNoSlotNames*
@@ -34,6 +34,7 @@ index_topk_test IndexTopk.TakesAnyNumberOfHeadsAndAnyWidth:IndexTopk.LengthsAndS
 index_topk_rows_test IndexTopkFp8.SelectsByTheDequantisedKeys:IndexTopkBackward.InvalidSlotsTouchNothing
 index_topk_long_rows_test LongRowsOf.InfiniteScoresAreSelectedExactly:LongRowsOf.ManySlotsAreSortedByScore
 dense_index_loss_test DenseIndexLoss.ReadsNoKeyOutsideTheWindows
+value_projection_test *ManyTilesIsExact
 LIST
 }
 
