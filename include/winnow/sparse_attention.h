@@ -49,7 +49,8 @@ struct SparseAttentionForward {
 ///   d_kv[i_j]         += scale * sum_h dS_j * q[t,h]
 ///   d_kv[i_j][:v_dim] += sum_h p_j * d_out[t,h]
 ///   d_sink[h]         -= sum_t delta * exp(sink[h] - L)
-/// A row without keys contributes to none of them, whatever d_out and d_lse hold.
+/// A row without keys contributes to none of them, whatever d_out and d_lse hold. exp(s_j - lse) is
+/// at most 1, also where an lse of large logits, rounded to fp32, lies below s_j.
 struct SparseAttentionBackward {
   Tensor q{};        // [tokens, heads, qk_dim]  as in forward
   Tensor kv{};       // [keys, qk_dim]

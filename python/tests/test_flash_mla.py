@@ -116,7 +116,7 @@ def test_more_heads_of_keys_are_refused(name, call):
         (
             {"out": torch.zeros(4, 2, 16)},
             ValueError,
-            r"out \[4, 2, 16\] of torch.float32: must be \[4, 2, 8\] of torch.float32",
+            r"out \[4, 2, 16\] of torch.float32 on cpu: must be \[4, 2, 8\] of torch.float32",
         ),
     ],
 )

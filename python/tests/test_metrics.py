@@ -137,6 +137,9 @@ class TestSelections:
     ("change", "text"),
     [
         ({"rows": [1, 2]}, "on_rows: rows"),
+        ({"rows": torch.tensor([1.5])}, "on_rows: rows .* of torch.float32"),
+        ({"rows": torch.tensor([3, 20])}, "on_rows: rows from 3 to 20: must be from 0 to 19"),
+        ({"rows": torch.tensor([-1])}, "on_rows: rows from -1 to -1"),
         ({"key_offset": -1}, "on_rows: key_offset -1"),
         ({"packing": winnow.Packing(offsets([3]))}, "on_rows: packing of 3 rows: must have 20"),
     ],

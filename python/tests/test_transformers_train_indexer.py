@@ -161,6 +161,31 @@ def test_disable_restores_everything(case):
     assert state(model) == before
 
 
+def test_a_model_enabled_without_training_is_not_trained_silently():
+    model = test_transformers.made("deepseek_v32")
+    with winnow.transformers.enabled(model):
+        with pytest.raises(ValueError, match="train_indexer True: the model was enabled without"):
+            winnow.transformers.enable(model, train_indexer=True)
+
+
+def test_reentrant_checkpointing_says_that_nothing_is_trained():
+    model = copy.deepcopy(test_transformers.made("deepseek_v32")).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with winnow.transformers.enabled(model, train_indexer=True):
+        with pytest.warns(UserWarning, match="use_reentrant=False"):
+            model(ids())
+    assert model.__dict__.get("winnow_losses") is None
+
+
+def test_a_layer_alone_is_disabled_again():
+    model = copy.deepcopy(test_transformers.made("deepseek_v32"))
+    layer = model.model.layers[0].self_attn
+    layer.config._attn_implementation = None
+    winnow.transformers.disable(winnow.transformers.enable(layer))
+    assert layer.config._attn_implementation is None
+
+
 def test_an_indexer_learns():
     model = copy.deepcopy(test_transformers.made("deepseek_v32"))
     winnow.transformers.enable(model, train_indexer=True)

@@ -88,8 +88,10 @@ def install() -> list[str]:
                     _replacements.append(pair)
     if _V4_KERNELS in modules:
         module = modules[_V4_KERNELS]
-        gate = getattr(module, _V4_GATE)
-        _replacements.append((gate, _v4_gate(gate, module.HAS_TILELANG)))
+        gate = getattr(module, _V4_GATE, None)
+        if gate is not None:
+            has_tilelang = getattr(module, "HAS_TILELANG", False)
+            _replacements.append((gate, _v4_gate(gate, has_tilelang)))
     _rebind(_replacements)
     return [_MODELS + name for name in modules]
 

@@ -64,6 +64,12 @@ def flash_mla_sparse_fwd(
             raise ValueError(f"{_NAME}: {name} has dtype {x.dtype}: must be int32")
     if d_v > q.shape[-1]:
         raise ValueError(f"{_NAME}: d_v {d_v}: must be at most {q.shape[-1]}, the channels of q")
+    shape = (*q.shape[:-1], d_v)
+    if out is not None and (out.shape != shape or out.dtype != q.dtype or out.device != q.device):
+        raise ValueError(
+            f"{_NAME}: out {list(out.shape)} of {out.dtype} on {out.device}: must be {list(shape)}"
+            f" of {q.dtype} on {q.device}"
+        )
     result, lse, max_logits = sparse_attention(
         q,
         one_head(_NAME, "kv", kv),
@@ -75,11 +81,6 @@ def flash_mla_sparse_fwd(
         with_max_logits=True,
     )
     if out is not None:
-        if out.shape != result.shape or out.dtype != result.dtype:
-            raise ValueError(
-                f"{_NAME}: out {list(out.shape)} of {out.dtype}: must be {list(result.shape)} of"
-                f" {result.dtype}"
-            )
         result = out.copy_(result)
     return result, max_logits, torch.where(lse == -math.inf, math.inf, lse)
 

@@ -218,7 +218,7 @@ def run_fused_dsa_attention(
     starts, ends = varlen_starts.int(), varlen_ends.int()
     q_indexer, indexer_weights = _index_queries(q_indexer, indexer_weights, use_relu)
     indexer = (q_indexer, k_indexer, indexer_weights)
-    with_scores = loss_coeff > 0 and sparse_loss
+    with_scores = loss_coeff != 0 and sparse_loss
     selections = _select(*indexer, indexer_topk, starts, ends, with_scores=with_scores)
     out, lse = _attend(query, key, *_stacked(selections), softmax_scale, v_channels)
     out = torch.einsum("bshc,hdc->sbhd", out, up_v_weight).flatten(2)
@@ -350,8 +350,9 @@ def _dense_loss(
     ends = ends.clamp(max=len(k))
     group = _head_group(pg_collection)
     if group is not None:
+        query = query.contiguous()
         heads = [torch.empty_like(query) for _ in range(group.size())]
-        torch.distributed.all_gather(heads, query.contiguous(), group=group)
+        torch.distributed.all_gather(heads, query, group=group)
         query = torch.cat(heads, dim=2)
     rows = []
     for i in range(q.shape[1]):
@@ -368,7 +369,7 @@ def _reduce(
     """The sum over rows, or the mean over those that count: Megatron counts rows with one key."""
     count = rows.numel()
     if query_valid_rows is not None:
-        rows = rows * query_valid_rows
+        rows = torch.where(query_valid_rows, rows, 0)  # others may hold NaN
         count = query_valid_rows.sum().clamp(min=1)
     loss = rows.sum() * loss_coeff
     return loss if per_token else loss / count

@@ -86,7 +86,7 @@ def on_rows(
     q, kv = tensor("on_rows", "q", q).detach(), _values("on_rows", "kv", kv).detach()
     _check_rows("on_rows", packing, q)
     check_size("on_rows", "key_offset", key_offset, 0)
-    rows = tensor("on_rows", "rows", rows).long()
+    rows = _row_numbers(tensor("on_rows", "rows", rows), len(q))
     begin, end = (x[rows] for x in packing.windows(ratio))
     width = max(int((end - begin).max()), 1) if rows.numel() else 1
     parts = []
@@ -103,6 +103,20 @@ def on_rows(
         parts.append(_measure(selection, rows[part], begin[part], target, window))
     recalls, overlaps = zip(*parts, strict=True) if parts else ((q.new_empty(0),),) * 2
     return RowMetrics(torch.cat(recalls), torch.cat(overlaps))
+
+
+def _row_numbers(rows: Tensor, tokens: int) -> Tensor:
+    """int64; numbers in device memory are not read."""
+    if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"on_rows: rows {list(rows.shape)} of {rows.dtype}: must be [n] of int32 or int64"
+        )
+    if rows.is_cpu and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < tokens:
+        raise ValueError(
+            f"on_rows: rows from {int(rows.min())} to {int(rows.max())}: must be from 0 to"
+            f" {tokens - 1}"
+        )
+    return rows.long()
 
 
 def _over_heads(target: Tensor, heads: int, head_group: Any) -> Tensor:

@@ -78,6 +78,7 @@ inline constexpr char takes_widths[] = "takes qk_dim/v_dim {}";
 inline constexpr char takes_qk_dims[] = "takes qk_dim {}";
 inline constexpr char takes_dim_up_to[] = "takes {} up to {}";
 inline constexpr char takes_dim[] = "takes {} {}";
+inline constexpr char takes_dim_multiple[] = "takes {} in multiples of {}";
 inline constexpr char takes_aligned_rows[] = "takes rows of {} that begin at 16-byte boundaries";
 inline constexpr char takes_dense_rows[] =
     "takes rows of {} that begin at 16-byte boundaries, one behind another";

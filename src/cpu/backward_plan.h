@@ -65,19 +65,19 @@ struct QueryPass {
         d_out(scratch.take<float>(n.v_dim * padded_stride(heads)).data()),
         keys(scratch.take<float>(kBlockKeys * padded_stride(n.qk_dim)).data()),
         d_q(scratch.take<float>(heads * padded_stride(n.qk_dim)).data()),
-        log_sum(scratch.take<float>(Records::head_padding(heads)).data()),
+        share(scratch.take<float>(Records::head_padding(heads)).data()),
         lse(scratch.take<float>(Records::head_padding(heads)).data()),
         delta(scratch.take<float>(Records::head_padding(heads)).data()),
         d_lse(scratch.take<float>(Records::head_padding(heads)).data()) {}
 
-  float* q;        // [qk_dim, heads]
-  float* d_out;    // [v_dim, heads]
-  float* keys;     // [kBlockKeys, qk_dim]
-  float* d_q;      // [heads, qk_dim]
-  float* log_sum;  // [heads]  L of the formulas
-  float* lse;      // [heads]
-  float* delta;    // [heads]
-  float* d_lse;    // [heads]
+  float* q;      // [qk_dim, heads]
+  float* d_out;  // [v_dim, heads]
+  float* keys;   // [kBlockKeys, qk_dim]
+  float* d_q;    // [heads, qk_dim]
+  float* share;  // [heads]  exp(lse - L), what the sink leaves to the keys
+  float* lse;    // [heads]
+  float* delta;  // [heads]
+  float* d_lse;  // [heads]
 };
 
 /// Scratch of a lane in the second pass, whose tasks are ranges of keys. d_out is stacked on top of

@@ -66,15 +66,16 @@ void load_heads(const SparseAttentionBackward& args, std::int64_t t, HeadRange h
   const View<const float, 2> lse(args.lse);
   const View<const float, 2> d_lse(args.d_lse);
   for (std::int64_t i = 0; i < Records::head_padding(heads.count); ++i) {
-    row.log_sum[i] = row.lse[i] = row.delta[i] = row.d_lse[i] = 0;
+    row.share[i] = row.lse[i] = row.delta[i] = row.d_lse[i] = 0;
     if (i >= heads.count) continue;
     const std::int64_t h = heads.begin + i;
     widen_row(args.out.dtype, row_of(args.out, t, h), out, v_dim);
     widen_row(args.d_out.dtype, row_of(args.d_out, t, h), d_out, v_dim);
-    const double sink = sinks ? sinks(h) : -std::numeric_limits<double>::infinity();
+    constexpr double kNone = -std::numeric_limits<double>::infinity();
+    const double sink = sinks ? sinks(h) : kNone;
     const double log_sum = log_add_exp(lse(t, h), sink);
-    row.log_sum[i] = static_cast<float>(log_sum);
     row.lse[i] = lse(t, h);
+    row.share[i] = sink == kNone ? 1 : static_cast<float>(1 / (1 + std::exp(sink - lse(t, h))));
     row.delta[i] = dot(out, d_out, v_dim);
     if (d_lse) row.d_lse[i] = d_lse(t, h);
     const bool has_gradient = !std::isinf(sink) && !std::isinf(row.lse[i]);
@@ -89,7 +90,7 @@ void differentiate(const QueryPass& row, float* records, std::int64_t stride, st
   const auto scales = hn::Set(d, scale);
   const auto minus_infinity = hn::Set(d, -std::numeric_limits<float>::infinity());
   for (std::int64_t i = 0; i < head_padding; i += kLanes) {
-    const auto log_sum = hn::LoadU(d, row.log_sum + i);
+    const auto share = hn::LoadU(d, row.share + i);
     const auto lse = hn::LoadU(d, row.lse + i);
     const auto delta = hn::LoadU(d, row.delta + i);
     const auto d_lse = hn::LoadU(d, row.d_lse + i);
@@ -97,14 +98,12 @@ void differentiate(const QueryPass& row, float* records, std::int64_t stride, st
       float* const p_at = records + j * stride + i;
       float* const dS_at = p_at + head_padding;
       const auto s = hn::Mul(hn::LoadU(d, p_at), scales);
-      // A logit of -inf contributes nothing; if all of a row are -inf, s - L would be NaN.
+      // A logit of -inf contributes nothing; if all of a row are -inf, s - lse would be NaN.
       const auto is_no_key = hn::Eq(s, minus_infinity);
-      const auto p = hn::IfThenZeroElse(is_no_key, probability(d, hn::Sub(s, log_sum)));
+      const auto of_keys = hn::IfThenZeroElse(is_no_key, probability(d, hn::Sub(s, lse)));
+      const auto p = hn::Mul(share, of_keys);
       auto dS = hn::Mul(p, hn::Sub(hn::LoadU(d, dS_at), delta));
-      if (has_d_lse) {
-        const auto p_of_keys = hn::IfThenZeroElse(is_no_key, probability(d, hn::Sub(s, lse)));
-        dS = hn::MulAdd(p_of_keys, d_lse, dS);
-      }
+      if (has_d_lse) dS = hn::MulAdd(of_keys, d_lse, dS);
       hn::StoreU(p, d, p_at);
       hn::StoreU(hn::Mul(dS, scales), d, dS_at);
     }

@@ -41,7 +41,7 @@ class GradientRow {
         out_(scratch.take<double>(n_.heads * n_.v_dim)),
         d_out_(scratch.take<double>(n_.heads * n_.v_dim)),
         lse_(scratch.take<double>(n_.heads)),
-        log_sum_(scratch.take<double>(n_.heads)),
+        share_(scratch.take<double>(n_.heads)),
         delta_(scratch.take<double>(n_.heads)),
         d_lse_(scratch.take<double>(n_.heads)),
         key_(scratch.take<double>(n_.qk_dim)) {}
@@ -55,7 +55,7 @@ class GradientRow {
       read_row(args_.out, {t, h}, row(out_, h, n_.v_dim));
       read_row(args_.d_out, {t, h}, d_out(h));
       const double sink = args_.sink ? read(args_.sink, {h}) : kMinusInfinity;
-      log_sum_[h] = log_add_exp(lse_[h], sink);
+      share_[h] = sink == kMinusInfinity ? 1 : 1 / (1 + std::exp(sink - lse_[h]));
       delta_[h] = dot(row(out_, h, n_.v_dim), d_out(h));
     }
   }
@@ -67,22 +67,24 @@ class GradientRow {
   /// p and dS of head h and the loaded key.
   Slot slot(std::int64_t h) const {
     const double s = args_.scale * dot(q(h), key_);
-    const double p = probability(s, log_sum_[h]);
+    const double of_keys = probability(s, lse_[h]);
+    const double p = share_[h] * of_keys;
     const double dP = dot(d_out(h), value());
-    return {p, p * (dP - delta_[h]) + probability(s, lse_[h]) * d_lse_[h]};
+    return {p, p * (dP - delta_[h]) + of_keys * d_lse_[h]};
   }
 
   std::span<double> q(std::int64_t h) const { return row(q_, h, n_.qk_dim); }
   std::span<double> d_out(std::int64_t h) const { return row(d_out_, h, n_.v_dim); }
   std::span<const double> key() const { return key_; }
   std::span<const double> value() const { return key_.first(static_cast<std::size_t>(n_.v_dim)); }
-  double log_sum(std::int64_t h) const { return log_sum_[h]; }
   double delta(std::int64_t h) const { return delta_[h]; }
 
  private:
   const SparseAttentionBackward& args_;
   Sizes n_;
-  std::span<double> q_, out_, d_out_, lse_, log_sum_, delta_, d_lse_, key_;
+  std::span<double> q_, out_, d_out_, lse_;
+  std::span<double> share_;  // exp(lse - L), what the sink leaves to the keys
+  std::span<double> delta_, d_lse_, key_;
 };
 
 std::size_t d_q_scratch_bytes(const SparseAttentionBackward& args) {

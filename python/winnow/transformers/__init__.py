@@ -32,6 +32,7 @@ __all__ = ["disable", "enable", "enabled"]
 
 _OLDEST = "5.18"
 _PATCHES = "_winnow_patches"
+_ABSENT = object()  # what an attribute was that did not exist
 
 
 def enable(model: nn.Module, *, train_indexer: bool = False) -> nn.Module:
@@ -50,6 +51,10 @@ def enable(model: nn.Module, *, train_indexer: bool = False) -> nn.Module:
     """
     _check_version()
     if _PATCHES in model.__dict__:
+        if train_indexer and not hasattr(model, "winnow_losses"):
+            raise ValueError(
+                "enable: train_indexer True: the model was enabled without it: disable it first"
+            )
         return model
     found = [(module, replace) for module in model.modules() if (replace := _replace_of(module))]
     if not found:
@@ -63,7 +68,7 @@ def enable(model: nn.Module, *, train_indexer: bool = False) -> nn.Module:
     configs = {}
     for module, replace in found:
         for part, name, function in replace(module):
-            patches.append((part, name, part.__dict__.get(name)))
+            patches.append((part, name, part.__dict__.get(name, _ABSENT)))
             setattr(part, name, MethodType(function, part))
         configs[id(module.config)] = module.config
     if train_indexer:
@@ -80,7 +85,7 @@ def disable(model: nn.Module) -> nn.Module:
     for part, name, previous in model.__dict__.pop(_PATCHES, ()):
         if isinstance(part, dict):  # of hooks
             del part[name]
-        elif previous is None:
+        elif previous is _ABSENT:
             delattr(part, name)
         else:
             setattr(part, name, previous)
@@ -107,10 +112,10 @@ def _teach(model: nn.Module, parts: list[nn.Module]) -> list[tuple[Any, Any, Any
     after = model.register_forward_hook(teaching.end)
     model.winnow_losses = []
     return [
-        *((part, "winnow_teaching", None) for part in set(parts)),
-        (model._forward_pre_hooks, before.id, None),
-        (model._forward_hooks, after.id, None),
-        (model, "winnow_losses", None),
+        *((part, "winnow_teaching", _ABSENT) for part in set(parts)),
+        (model._forward_pre_hooks, before.id, _ABSENT),
+        (model._forward_hooks, after.id, _ABSENT),
+        (model, "winnow_losses", _ABSENT),
     ]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from winnow import _autograd
+from winnow.transformers.warn import warn_once
 
 _RUN = _autograd.Run(None, None)
 
@@ -55,6 +56,11 @@ class Teaching:
     def end(self, model: nn.Module, args: Any, output: Any) -> Any:
         """After it: losses into model.winnow_losses, and their sum into the output's loss."""
         selections, self.selections = self.selections or [], None
+        if torch.is_grad_enabled() and not selections:
+            warn_once(
+                "winnow.transformers: no indexing layer ran with gradients, so that no indexer is"
+                " trained: gradient checkpointing must have use_reentrant=False"
+            )
         model.winnow_losses = [selection.loss() for selection in selections]
         if model.winnow_losses and getattr(output, "loss", None) is not None:
             losses = [x.to(output.loss.device) for x in model.winnow_losses]

@@ -2,8 +2,9 @@
 // The warm-up loss: the indexer against dense attention over every row's window, in steps that the
 // other ops for training the indexer share.
 // clang-format off
-//   forward   The lse of attention over the window, unless it is given; then, for some rows at a time, target and
-//             scores of all keys of their windows in the workspace, and the divergence of both.
+//   forward   The lse of attention over the window, unless it is given; then, for some rows at a
+//             time, target and scores of all keys of their windows in the workspace, and the
+//             divergence of both.
 //   backward  Target and scores likewise, from the given lse; d_scores in place of the scores; the
 //             indexer's gradients from them.
 // clang-format on

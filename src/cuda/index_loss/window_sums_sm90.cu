@@ -9,8 +9,8 @@
 // warpgroups 0, 1   one row each: S = Q K^T for every block of 64 keys, Q in registers; then the
 //                   lse, or a term of S and its sum over heads. They take turns: while one
 //                   multiplies, the other sums.
-// warpgroup 2       one thread has TMA copy Q and the keys, three blocks ahead, some of the channels
-//                   at a time
+// warpgroup 2       one thread has TMA copy Q and the keys, three blocks ahead, some channels at a
+//                   time
 //
 // barriers of a chunk  full  its channels have landed
 //                      free  both rows have multiplied it

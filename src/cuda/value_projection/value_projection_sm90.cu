@@ -6,9 +6,9 @@
 // clang-format off
 //   warpgroup 0      one thread has TMA copy 64 of k at a time, 128 rows of a and 256 columns of b,
 //                    into a ring of stages
-//   warpgroups 1, 2  products of 64 rows each, 64 x 256 x 16, both operands in shared memory; then c
-//                    goes out by TMA from shared memory, transposed but for d_w, while the producer
-//                    loads the next item
+//   warpgroups 1, 2  products of 64 rows each, 64 x 256 x 16, both operands in shared memory; then
+//                    c goes out by TMA from shared memory, transposed but for d_w, while the
+//                    producer loads the next item
 //
 //   barriers of a stage   full   its operands have landed
 //                         free   the consumers of the cluster have used it
@@ -185,21 +185,28 @@ void forward(const ValueProjectionForward& args, cudaStream_t stream) {
   }
 }
 
-/// Ranges of tokens that d_w sums apart, of at least 512, so that few heads occupy the device too.
-int part_count(const ValueProjectionBackward& args) {
+/// The sums of `parts` ranges of tokens; one goes to d_w itself.
+std::size_t bytes_of_parts(const ValueProjectionBackward& args, std::int64_t parts) {
+  if (parts == 1) return 0;
+  const std::int64_t elements = args.w_v.shape[0] * args.w_v.shape[1] * args.w_v.shape[2];
+  return Workspace::bytes({static_cast<std::size_t>(parts * elements) * sizeof(float)});
+}
+
+/// Ranges of tokens that d_w sums apart, of at least 512, so that few heads occupy the device too;
+/// no more than the workspace limit has room for.
+int part_count(const ValueProjectionBackward& args, const Execution& execution) {
   constexpr int kMinSteps = 8;
   const std::int64_t items =
       args.w_v.shape[0] * groups_of(args.w_v.shape[1], kM) * groups_of(args.w_v.shape[2], kN);
   const std::int64_t wanted = device_properties(args.out.device).multiprocessors / items;
   const std::int64_t steps = groups_of(args.out.shape[0], kK);
-  return static_cast<int>(std::max<std::int64_t>(1, std::min(wanted, steps / kMinSteps)));
+  std::int64_t parts = std::max<std::int64_t>(1, std::min(wanted, steps / kMinSteps));
+  while (bytes_of_parts(args, parts) > execution.workspace_limit) --parts;
+  return static_cast<int>(parts);
 }
 
-std::size_t workspace_bytes(const ValueProjectionBackward& args, const Execution&) {
-  const int parts = part_count(args);
-  if (parts == 1) return 0;
-  const std::int64_t elements = args.w_v.shape[0] * args.w_v.shape[1] * args.w_v.shape[2];
-  return Workspace::bytes({static_cast<std::size_t>(parts * elements) * sizeof(float)});
+std::size_t workspace_bytes(const ValueProjectionBackward& args, const Execution& execution) {
+  return bytes_of_parts(args, part_count(args, execution));
 }
 
 template <class Out>
@@ -281,7 +288,7 @@ template <class T>
 void backward(const ValueProjectionBackward& args, const Execution& execution) {
   const cudaStream_t stream = execution.stream;
   const bool adds = args.d_w_v.dtype == DType::f32;
-  const int parts = part_count(args);
+  const int parts = part_count(args, execution);
   if (parts > 1) {
     const Tensor& w_v = args.w_v;
     Workspace workspace(execution, workspace_bytes(args, execution));
@@ -305,28 +312,29 @@ bool can_be_copied(const Tensor& tensor) {
   return tensor.shape[0] == 0 || can_have_tensor_map(tensor);
 }
 
-/// Why not, whatever the strides are.
-std::string why_not_type(const Tensor& out) {
+/// Why not, whatever the strides are. TMA writes rows in units of 16 bytes.
+std::string why_not_type(const Tensor& out, const Tensor& w_v) {
   if (std::string reason = needs_sm90(out.device); !reason.empty()) return reason;
   if (out.dtype != DType::bf16 && out.dtype != DType::f16)
     return sentence(refusal::takes_dtypes, "bf16 and f16");
+  if (w_v.shape[1] % 8 != 0) return sentence(refusal::takes_dim_multiple, "head_dim", 8);
   return {};
 }
 
 std::string why_not(const ValueProjectionForward& args, const Execution&) {
-  if (std::string reason = why_not_type(args.out); !reason.empty()) return reason;
+  if (std::string reason = why_not_type(args.out, args.w_v); !reason.empty()) return reason;
   if (!can_be_copied(args.out) || !can_be_copied(args.w_v) || !can_be_copied(args.out_v))
     return sentence(refusal::takes_dense_rows, "out, w_v and out_v");
   return {};
 }
 
-std::string why_not(const ValueProjectionBackward& args, const Execution& execution) {
-  if (std::string reason = why_not_type(args.out); !reason.empty()) return reason;
+std::string why_not(const ValueProjectionBackward& args, const Execution&) {
+  if (std::string reason = why_not_type(args.out, args.w_v); !reason.empty()) return reason;
   for (const Tensor& tensor : {args.out, args.w_v, args.d_out_v, args.d_out, args.d_w_v}) {
     if (!can_be_copied(tensor))
       return sentence(refusal::takes_dense_rows, "out, w_v, d_out_v, d_out and d_w_v");
   }
-  return over_limit(workspace_bytes(args, execution), execution);
+  return {};
 }
 
 void run(const ValueProjectionForward& args, const Execution& execution) {

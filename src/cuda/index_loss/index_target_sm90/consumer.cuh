@@ -112,17 +112,21 @@ class Consumer {
   /// Sums over warps and stores.
   __device__ void store(float2 of_warp, const Block& block) {
     const int thread = static_cast<int>(threadIdx.x);
-    auto& partial = shared_.partial[parity_];
+    const int parity = parity_;
+    auto& partial = shared_.partial[parity];
     parity_ ^= 1;
     *reinterpret_cast<float2*>(&partial[thread / 32][thread % 32 * 2]) = of_warp;
     // The last warpgroup waits until the sums of all warps are there. They are overwritten two
     // blocks on, and nobody gets there before it has read them: a single warpgroup because of the
-    // next block's barrier, the first of two because the last hands over after its own sums.
+    // next block's barrier, the first of two because the last hands over after its own sums. Blocks
+    // take two barriers in turns: the first of two may arrive for a block before all warps of the
+    // last have come to the barrier of the block before.
+    constexpr int kThreads = Shape::kConsumerThreads;
     if (kTurns && side() == 0) {
-      arrive_warps<3, Shape::kConsumerThreads>();
+      parity == 0 ? arrive_warps<3, kThreads>() : arrive_warps<4, kThreads>();
       return;
     }
-    sync_warps<3, Shape::kConsumerThreads>();
+    parity == 0 ? sync_warps<3, kThreads>() : sync_warps<4, kThreads>();
     if (block.target == nullptr) return;
     float sum = 0;
 #pragma unroll
