@@ -44,9 +44,7 @@ def layer(packing: winnow.Packing, batch: dict[str, Tensor]) -> dict[str, Tensor
     index_keys = winnow.gather_keys(own["index_k"], packing)
     keys = winnow.gather_keys(own["kv"], packing)  # overlaps with the indexer
     selection = winnow.index_topk(own["index_q"], index_keys, own["weights"], packing, topk=TOPK)
-    out, lse, _ = winnow.sparse_attention(
-        own["q"], keys, selection.indices, v_dim=V_DIM, scale=SCALE, lengths=selection.lengths
-    )
+    out, lse, _ = winnow.sparse_attention(own["q"], keys, selection, v_dim=V_DIM, scale=SCALE)
     loss = winnow.index_loss(selection, own["q"], keys, lse, scale=SCALE, reduction="sum")
     (out.float().square().sum() + loss).backward()
     gradients = {f"gradient of {name}": x.grad for name, x in own.items()}

@@ -121,9 +121,7 @@ class Attention(nn.Module):
         loss, recall = x.new_zeros(()), None
         if stage == "sparse":
             selection = winnow.index_topk(*self.indexer(x), packing, topk=size.topk)
-            out, lse, _ = winnow.sparse_attention(
-                q, kv, selection.indices, v_dim=size.latent, scale=scale, lengths=selection.lengths
-            )
+            out, lse, _ = winnow.sparse_attention(q, kv, selection, v_dim=size.latent, scale=scale)
             loss = winnow.index_loss(selection, q, kv, lse, scale=scale)
             if measured:  # there is no dense attention: a few rows get one
                 rows = batch.choosing_rows

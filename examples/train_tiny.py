@@ -83,9 +83,7 @@ class Attention(nn.Module):
         index_q = self.index_q(x).view(-1, INDEX_HEADS, INDEX_DIM)
         weights = self.index_weights(x) * (INDEX_HEADS * INDEX_DIM) ** -0.5
         selection = winnow.index_topk(index_q, self.index_k(x), weights, packing, topk=topk)
-        out, lse, _ = winnow.sparse_attention(
-            q, kv, selection.indices, v_dim=LATENT, scale=SCALE, lengths=selection.lengths
-        )
+        out, lse, _ = winnow.sparse_attention(q, kv, selection, v_dim=LATENT, scale=SCALE)
         index_loss = winnow.index_loss(selection, q, kv, lse, scale=SCALE)
         return winnow.value_projection(out, self.w_v), index_loss
 
@@ -134,7 +132,7 @@ def train(name: str, steps: int, device: str) -> dict[str, list[float]]:
         optimizer.step()
         losses["letters"].append(loss.item())
         losses["indexers"].append(index_loss.item())
-        if step % (steps // 8) == 0 or step == steps - 1:
+        if step % max(steps // 8, 1) == 0 or step == steps - 1:
             known = batch.targets >= 0
             right = (logits.argmax(1) == batch.targets)[known].float().mean().item()
             print(

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Prepares a Debian 12 or Ubuntu 24.04 machine.
 #   setup.sh packages        the system packages that the C++ build needs
-#   setup.sh venv [PYTHON]   .venv with the pinned Python packages of the tests and linters, and with
-#                            Megatron-Core, without which its tests are skipped
+#   setup.sh venv [PYTHON]   .venv with winnow from this tree, the pinned Python packages of the tests
+#                            and linters, and Megatron-Core, without which its tests are skipped
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -56,6 +56,10 @@ get_megatron() {
 make_venv() {
   "$1" -m venv .venv
   .venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt
+  # Examples and tests import winnow from this tree; it loads build/release/libwinnow.so.
+  local site
+  site="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+  echo "$PWD/python" >"$site/winnow.pth"
   get_megatron || echo "note: megatron-core 0.19.2 is not to be had here, its tests are skipped" >&2
 }
 

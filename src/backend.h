@@ -60,10 +60,9 @@ constexpr KernelTable kernel_table() {
 
 struct BackendTable {
   Backend backend;
-  DeviceKind reaches;
   /// Empty, or why this machine cannot run the backend.
   std::string (*why_not)();
-  /// Empty, or why the backend cannot run on this device of the kind that it reaches.
+  /// Empty, or why the backend cannot run on this device, of the kind that it takes.
   std::string (*why_not_device)(Device device);
   std::string (*describe)();
   KernelTable kernels;

@@ -53,6 +53,14 @@ TEST(Execution, AutomaticTakesTheReferenceWhereOthersCannot) {
   }
 }
 
+TEST(Execution, RefusalsOfAHostCallNameBackendsOfTheHost) {
+  // A limit of 0 is a limit, not the default.
+  const AttentionForwardWork work(filled({}, 3), {});
+  const std::string reason = why_not(work.args, {.workspace_limit = 0});
+  EXPECT_TRUE(reason.starts_with("the cpu backend's kernel")) << reason;
+  EXPECT_EQ(reason.find("cuda"), std::string::npos) << reason;
+}
+
 TEST(Execution, EveryBackendTakesEveryWorkingType) {
   on_each_backend([](Backend backend) {
     for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {

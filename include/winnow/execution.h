@@ -16,10 +16,14 @@ enum class Backend : std::int32_t { automatic, reference, cpu, cuda };
 struct Execution {
   Backend backend = Backend::automatic;  // automatic: the fastest for the tensors' device
   CUstream_st* stream = nullptr;         // cuda only; null: the default stream
-  void* workspace = nullptr;             // on the tensors' device; null: allocated by the call
-  std::size_t workspace_bytes = 0;       // size of `workspace`
-  std::size_t workspace_limit = std::size_t{256} << 20;  // upper bound of the workspace of a call
-  std::int32_t threads = 0;      // CPU backends only; 0: all. Results do not depend on it
+  /// On the tensors' device, aligned to 16 bytes; null: allocated by the call.
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;  // size of `workspace`
+  /// Upper bound of the workspace of a call. 0 is a bound like any other, not the default.
+  std::size_t workspace_limit = std::size_t{256} << 20;
+  /// CPU backends only; 0: the CPUs that the process may run on (its affinity). The quota of a
+  /// container is not read: set this where it is smaller. Results do not depend on it.
+  std::int32_t threads = 0;
   bool deterministic = false;    // backward: bitwise reproducible, at some cost
   const char* kernel = nullptr;  // name of the kernel to run; null: the best one that can
   /// Allocates the workspace if none is given. Called at most once per call, and only if the call

@@ -319,7 +319,7 @@ class TestIndexLoss:
                 "lengths": random.integers(0, topk, tokens),
             }
         selection = winnow.index_topk(*inputs, packing, **chosen)
-        indices, _, lengths = selection
+        indices, _, lengths, _ = selection
         lists = torch.where(indices < 0, -1, indices + key_offset).int()
         attention = {"v_dim": 8, "scale": SCALE, "sink": sink, "lengths": lengths}
         _, lse, _ = reference.sparse_attention(q, kv, lists, **attention)
@@ -331,8 +331,12 @@ class TestIndexLoss:
         rows, counts = oracle_index_loss(scores, target, indices, lengths)
         expected = {"none": rows, "sum": rows.sum(), "mean": rows.sum() / max(counts, 1)}
         for reduction, exact in expected.items():
-            loss = winnow.index_loss(selection, q, kv, lse, **options, reduction=reduction)
+            options["reduction"] = reduction
+            loss = winnow.index_loss(selection, q, kv, lse, **options)
             assert_near(loss, exact)
+            counted = winnow.index_loss(selection, q, kv, lse, **options, with_count=True)
+            assert_equal(counted.loss, loss)
+            assert int(counted.count) == counts
         gradients = backward([loss], [torch.ones_like(loss)], inputs)
         exact = backward([expected["mean"]], [torch.ones(())], oracle)
         for a, b in zip(gradients, exact, strict=True):
@@ -541,7 +545,18 @@ def call(name: str, **changes):
     [
         # Types of arguments, and of elements.
         ("sparse_attention", {"q": [1.0]}, TypeError, "q is a list: must be a tensor"),
-        ("sparse_attention", {"kv": torch.zeros(6, 16, dtype=bf16)}, ValueError, "kv bf16.*dtype"),
+        (
+            "sparse_attention",
+            {"kv": torch.zeros(6, 16, dtype=bf16)},
+            ValueError,
+            "kv has dtype bfloat16: must be float32, as q$",
+        ),
+        (
+            "dense_index_loss",
+            {"index_k": torch.zeros(5, 8, dtype=bf16)},
+            ValueError,
+            "index_k has dtype bfloat16: must be float32, as index_q$",
+        ),
         (
             "sparse_attention",
             {"indices": torch.zeros(5, 3).long()},
@@ -579,6 +594,12 @@ def call(name: str, **changes):
         # Shapes.
         ("sparse_attention", {"q": torch.zeros(5, 16)}, ValueError, "q f32.*3 dimensions"),
         ("sparse_attention", {"q": torch.zeros(())}, ValueError, "q f32.*3 dimensions"),
+        (
+            "index_topk",
+            {"q": torch.zeros(2, 5, 2, 8), "k": torch.zeros(2, 5, 8)},
+            ValueError,
+            r"q \[2, 5, 2, 8\]: must be \[tokens, index_heads, index_dim\], without a batch .*pack",
+        ),
         ("index_topk", {"q": torch.zeros(())}, ValueError, "q f32.*3 dimensions"),
         ("sparse_attention", {"kv": torch.zeros(6, 24)}, ValueError, "kv f32.*qk_dim must be 16"),
         ("sparse_attention", {"lengths": torch.zeros(4).int()}, ValueError, "lengths i32"),
@@ -642,6 +663,35 @@ def call(name: str, **changes):
             {"packing": winnow.Packing(offsets([3, 2])), "k": torch.zeros(4, 8)},
             ValueError,
             r"end\[4\] 5: must be at most 4, as keys",
+        ),
+        # The keys of one rank, beside a selection from the keys of all.
+        (
+            "sparse_attention",
+            {"indices": winnow.Selection(torch.zeros(5, 3).int(), None, None, 12)},
+            ValueError,
+            "kv of 6 rows: must have 12, the keys that the selection was made from .gather_keys",
+        ),
+        (
+            "sparse_attention",
+            {"indices": winnow.Selection(torch.zeros(5, 3).int(), None, None, 5)},
+            ValueError,
+            "kv of 6 rows: must have 5",
+        ),
+        (
+            "sparse_attention",
+            {
+                "indices": winnow.Selection(torch.zeros(5, 3).int(), None, None, 6),
+                "lengths": torch.ones(5).int(),
+            },
+            ValueError,
+            "lengths: must be absent, the selection has its own",
+        ),
+        (
+            "index_loss",
+            {"selection": winnow.Selection(torch.zeros(5, 3).int(), torch.zeros(5, 3), None, 5)}
+            | {"key_offset": 2},
+            ValueError,
+            "kv of 6 rows: must have 7",
         ),
         # Valid, but not supported.
         (

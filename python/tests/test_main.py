@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m winnow, the code in the documentation, and the example."""
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,6 +126,13 @@ def test_a_dense_decoder_becomes_sparse(tmp_path, capsys):
     assert "recall of mass, steps 160 to 239" in printed  # the plot in the terminal
 
 
+def test_the_example_takes_any_number_of_steps(capsys):
+    example = runpy.run_path(str(ROOT / "examples" / "train_tiny.py"))
+    for steps in (1, 4):
+        assert len(example["train"]("winnow", steps, "cpu")["letters"]) == steps
+    assert "step    3" in capsys.readouterr().out
+
+
 def test_the_example_learns_to_copy(capsys):
     """With 8 keys per row from step 30 on, selected by an indexer that is trained along."""
     example = runpy.run_path(str(ROOT / "examples" / "train_tiny.py"))
@@ -132,3 +142,12 @@ def test_the_example_learns_to_copy(capsys):
     dense = example["train"]("dense", 30, "cpu")["letters"]
     assert losses["letters"][:30] == pytest.approx(dense, rel=1e-3)  # all keys until then
     assert "keys 8" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="not the environment of `make test`")
+def test_the_environment_imports_winnow(tmp_path):
+    """As someone who runs an example does, without PYTHONPATH."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", "import winnow; print(winnow.__file__)"]
+    told = subprocess.run(command, env=environment, cwd=tmp_path, text=True, capture_output=True)
+    assert told.stdout.startswith(str(ROOT)), told.stderr

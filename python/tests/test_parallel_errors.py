@@ -139,6 +139,12 @@ def _refusals() -> None:
     q, weights = torch.zeros(packing.tokens, 1, 8), torch.zeros(packing.tokens, 1)
     with pytest.raises(ValueError, match="index_topk: k of 6 rows: must have 12, those of all"):
         winnow.index_topk(q, x, weights, packing, topk=2)
+    selection = winnow.index_topk(q, winnow.gather_keys(x, packing), weights, packing, topk=2)
+    with pytest.raises(ValueError, match="sparse_attention: kv of 6 rows: must have 12, the keys"):
+        winnow.sparse_attention(q, x, selection)
+    with pytest.raises(ValueError, match="index_loss: kv of 6 rows: must have 12, the keys"):
+        winnow.index_loss(selection, q, x, torch.zeros(packing.tokens, 1), scale=1.0)
+    winnow.sparse_attention(q, winnow.gather_keys(x, packing), selection)
     with pytest.raises(ValueError, match="dense_index_loss: index_k of 6 rows: must have 12"):
         winnow.dense_index_loss(q, x, q, x, weights, packing, scale=1.0)
 

@@ -3,8 +3,7 @@
 
     packing = winnow.Packing(cu_seqlens)
     selection = winnow.index_topk(index_q, index_k, weights, packing, topk=2048)
-    out, lse, _ = winnow.sparse_attention(q, kv, selection.indices, v_dim=512, scale=scale,
-                                          lengths=selection.lengths)
+    out, lse, _ = winnow.sparse_attention(q, kv, selection, v_dim=512, scale=scale)
     loss = winnow.index_loss(selection, q, kv, lse, scale=scale)
 
 The functions are differentiable and accept CPU and CUDA tensors; docs/python.md is the guide.

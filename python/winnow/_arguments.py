@@ -51,6 +51,22 @@ def check_size(function: str, name: str, value: int, least: int) -> None:
         raise ValueError(f"{function}: {name} {value}: must be at most {_LARGEST}")
 
 
+def check_dtype(function: str, name: str, value: Tensor, other: str, like: Tensor) -> None:
+    """Refuses a floating-point dtype beside another; the library refuses all others."""
+    if value.dtype != like.dtype and value.is_floating_point() and like.is_floating_point():
+        given, allowed = (str(x.dtype).removeprefix("torch.") for x in (value, like))
+        raise ValueError(f"{function}: {name} has dtype {given}: must be {allowed}, as {other}")
+
+
+def check_not_batched(function: str, name: str, value: Tensor, dims: str) -> None:
+    if value.dim() == 4:
+        raise ValueError(
+            f"{function}: {name} {list(value.shape)}: must be [tokens, {dims}], without a batch"
+            " dimension: pack the batch into one row of tokens with a Packing of its lengths, or"
+            " call once for each slice"
+        )
+
+
 def one_of(function: str, name: str, value: str, words: tuple[str, ...]) -> None:
     if value not in words:
         raise ValueError(f"{function}: {name} {value!r}: must be one of {', '.join(words)}")

@@ -6,34 +6,46 @@ calls also accept arrays of other libraries through DLPack. Results are torch te
 docs/operators.md defines each operator, including edge cases. In the shapes below, tokens are query
 rows, keys are key rows, and topk are the slots of a row.
 
-Common arguments:
-    backend: "automatic" (the default), "reference", "cpu" or "cuda".
-    kernel: the name of the kernel to run, for benchmarks and comparisons; by default the best one
-        that can. Backward uses its kernel of that name, or the best if it has none.
-        winnow.explain lists the names.
-    k, kv, index_k: a tensor of keys, or the result of gather_keys for keys sharded over ranks.
-    deterministic: backward is bitwise reproducible, at some cost. Implied by
-        torch.use_deterministic_algorithms.
-    reduction: of the loss per row: "mean" over the rows that count, "sum" or "none". For a mean
-        across ranks, add sums and counts first, then divide: the mean of means is not the mean.
+k, kv and index_k are tensors of keys, or the results of gather_keys for keys sharded over ranks.
+With torch.use_deterministic_algorithms every call is deterministic.
 
 Errors are ValueError for an invalid call, NotImplementedError for one that the backend does not
 support, RuntimeError if the device failed, each with the message of the library.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from winnow import _autograd
-from winnow._arguments import Array, check_size, one_of, optional_tensor, tensor
+from winnow._arguments import (
+    Array,
+    check_dtype,
+    check_not_batched,
+    check_size,
+    one_of,
+    optional_tensor,
+    tensor,
+)
+from winnow._key_arguments import (
+    check_keys,
+    check_packing,
+    check_rows,
+    check_selected_keys,
+    local_and_keys,
+    rows_of,
+    values_of,
+)
 from winnow.keys import Keys
 from winnow.packing import Packing
+from winnow.results import Attention, CountedLoss, IndexList, Quantized, Selection
 
 __all__ = [
     "Attention",
+    "CountedLoss",
     "IndexList",
     "Quantized",
     "Selection",
@@ -49,36 +61,6 @@ __all__ = [
 
 _ops = torch.ops.winnow
 _REDUCTIONS = ("mean", "sum", "none")
-
-
-class Selection(NamedTuple):
-    """The result of index_topk; valid slots of a row come first."""
-
-    indices: Tensor  # [tokens, topk]  int32; -1 after the valid slots
-    scores: Tensor | None  # [tokens, topk]  as weights, differentiable; -inf in invalid slots
-    lengths: Tensor | None  # [tokens]  int32, number of valid slots
-
-
-class Attention(NamedTuple):
-    """The result of sparse_attention."""
-
-    out: Tensor  # [tokens, heads, v_dim]
-    lse: Tensor  # [tokens, heads]  natural log, keys only; -inf for a row without keys
-    max_logits: Tensor | None  # [tokens, heads]  the largest logit, not differentiable
-
-
-class IndexList(NamedTuple):
-    """The keys of every row: valid entries first, then -1."""
-
-    indices: Tensor  # [tokens, topk]  int32
-    lengths: Tensor  # [tokens]  int32, number of valid entries
-
-
-class Quantized(NamedTuple):
-    """Rows quantised to e4m3; row r represents scale[r] * values[r]."""
-
-    values: Tensor  # as x, float8_e4m3fn
-    scale: Tensor  # x without its last dimension, float32
 
 
 def index_topk(
@@ -116,10 +98,14 @@ def index_topk(
         lengths: [tokens] int32, with `indices` only: the number of slots to use.
         order: of the slots: "ascending" by key, or "by_score", largest first.
         with_scores: False saves the memory of the scores.
+        deterministic: backward is bitwise reproducible, at some cost.
+        backend: "automatic" (the default), "reference", "cpu" or "cuda".
+        kernel: the name of the kernel to run; by default the best one that can. winnow.explain
+            lists them.
     """
-    q, (k, keys) = tensor("index_topk", "q", q), _keys("index_topk", "k", k)
+    q, (k, keys) = tensor("index_topk", "q", q), local_and_keys("index_topk", "k", k)
     weights = tensor("index_topk", "weights", weights)
-    k_scale = None if k_scale is None else _values("index_topk", "k_scale", k_scale)
+    k_scale = None if k_scale is None else values_of("index_topk", "k_scale", k_scale)
     indices = optional_tensor("index_topk", "indices", indices)
     lengths = optional_tensor("index_topk", "lengths", lengths)
     if (topk is None) == (indices is None):
@@ -127,7 +113,9 @@ def index_topk(
         raise ValueError(f"index_topk: topk {given}: one of topk and indices must be given")
     if lengths is not None and indices is None:
         raise ValueError("index_topk: lengths: must be absent without indices")
-    _check_rows("index_topk", packing, q)
+    check_not_batched("index_topk", "q", q, "index_heads, index_dim")
+    check_rows("index_topk", packing, q)
+    check_dtype("index_topk", "k", k, "q", q)
     if q.dtype == torch.float8_e4m3fn and with_scores and _needs_gradient(weights):
         raise NotImplementedError(
             "index_topk: weights require gradients: with q of float8_e4m3fn there are none"
@@ -135,27 +123,28 @@ def index_topk(
     if topk is not None:
         check_size("index_topk", "topk", topk, 1)
     windows = packing.windows(ratio)
-    _check_keys("index_topk", "k", packing, ratio, k, keys)
+    check_keys("index_topk", "k", packing, ratio, k, keys)
     inputs = (q, k, weights, k_scale, *windows)
     run = _autograd.Run(backend, kernel, deterministic)
+    key_rows = rows_of(k, keys)
     if indices is not None:
         scores = _autograd.IndexReplay.apply(*inputs, indices, lengths, run, keys)
-        return Selection(indices, scores, lengths)
+        return Selection(indices, scores, lengths, key_rows)
     if not with_scores:
         with torch.no_grad():
             k = k if keys is None else keys.values
             indices, lengths, scores = _ops.index_topk_forward(
                 q, k, *inputs[2:], topk, order, False, **_autograd.forward_options(run)
             )
-        return Selection(indices, scores, lengths)
+        return Selection(indices, scores, lengths, key_rows)
     indices, lengths, scores = _autograd.IndexTopk.apply(*inputs, topk, order, run, keys)
-    return Selection(indices, scores, lengths)
+    return Selection(indices, scores, lengths, key_rows)
 
 
 def sparse_attention(
     q: Array,
     kv: Array | Keys,
-    indices: Array,
+    indices: Array | Selection | IndexList,
     *,
     v_dim: int | None = None,
     scale: float | None = None,
@@ -178,15 +167,28 @@ def sparse_attention(
         q: [tokens, heads, qk_dim] bf16, fp16, fp32; fp64 on the reference. All tensors except sink
             may have one more leading dimension, the batch, of which each slice has its own kv.
         kv: [keys, qk_dim], as q: one head, shared by all heads of q.
-        indices: [tokens, topk] int32.
+        indices: [tokens, topk] int32; or the selection of index_topk or the list of
+            window_indices, with their lengths. A selection knows how many keys it was made from, so
+            that the kv of one rank alone is refused.
         v_dim: the channels of a value; qk_dim by default.
         scale: 1 / sqrt(qk_dim) by default if v_dim is qk_dim; else it must be given.
         sink: [heads] fp32 (fp64 with fp64): a logit whose value is 0.
-        lengths: [tokens] int32: the number of slots to use.
+        lengths: [tokens] int32: the number of slots to use; with indices as a tensor only.
         with_max_logits: also compute the largest logit of every row and head.
         max_heads_per_pass: backward processes at most this many heads at a time.
+        deterministic: backward is bitwise reproducible, at some cost.
+        backend: "automatic" (the default), "reference", "cpu" or "cuda".
+        kernel: the name of the kernel to run; by default the best one that can. winnow.explain
+            lists them.
     """
-    q, (kv, keys) = tensor("sparse_attention", "q", q), _keys("sparse_attention", "kv", kv)
+    q, (kv, keys) = tensor("sparse_attention", "q", q), local_and_keys("sparse_attention", "kv", kv)
+    check_dtype("sparse_attention", "kv", kv, "q", q)
+    if isinstance(indices, Selection | IndexList):
+        if lengths is not None:
+            raise ValueError("sparse_attention: lengths: must be absent, the selection has its own")
+        if isinstance(indices, Selection):
+            check_selected_keys("sparse_attention", indices, rows_of(kv, keys), exact=True)
+        indices, lengths = indices.indices, indices.lengths
     indices = tensor("sparse_attention", "indices", indices)
     sink = optional_tensor("sparse_attention", "sink", sink)
     lengths = optional_tensor("sparse_attention", "lengths", lengths)
@@ -225,11 +227,16 @@ def value_projection(
     Args:
         out: [tokens, heads, v_dim].
         w_v: [heads, head_dim, v_dim], as out.
+        deterministic: backward is bitwise reproducible, at some cost.
+        backend: "automatic" (the default), "reference", "cpu" or "cuda".
+        kernel: the name of the kernel to run; by default the best one that can. winnow.explain
+            lists them.
 
     Returns:
         [tokens, heads, head_dim], as out; differentiable in both.
     """
     out, w_v = tensor("value_projection", "out", out), tensor("value_projection", "w_v", w_v)
+    check_dtype("value_projection", "w_v", w_v, "out", out)
     return _autograd.ValueProjection.apply(out, w_v, _autograd.Run(backend, kernel, deterministic))
 
 
@@ -253,10 +260,20 @@ def index_target(
     index_loss, which normalises once.
 
     Args:
-        selection, q, kv, lse, scale, sink, key_offset: as for index_loss.
+        selection: the result of index_topk, with or without scores.
+        q: [tokens, heads, qk_dim], as given to attention.
+        kv: [keys, qk_dim], as given to attention.
+        lse: [tokens, heads], of sparse_attention over a list that contains the selected keys.
+        scale, sink: as given to attention.
+        key_offset: the row of kv at which the indexer's keys begin.
         target: [tokens, topk], as lse: the result is added to it. The tensor itself stays as it is.
+        backend: "automatic" (the default), "reference", "cpu" or "cuda".
+        kernel: the name of the kernel to run; by default the best one that can. winnow.explain
+            lists them.
     """
-    q, kv = tensor("index_target", "q", q), _values("index_target", "kv", kv)
+    q, kv = tensor("index_target", "q", q), values_of("index_target", "kv", kv)
+    check_dtype("index_target", "kv", kv, "q", q)
+    check_selected_keys("index_target", selection, rows_of(kv), key_offset)
     lse = tensor("index_target", "lse", lse)
     sink = optional_tensor("index_target", "sink", sink)
     target = optional_tensor("index_target", "target", target)
@@ -274,6 +291,14 @@ def _index_target(selection, q, kv, lse, sink, target, scale, key_offset, run) -
     return _ops.index_target_added(*inputs, target, scale, key_offset, **options)
 
 
+@overload
+def index_loss(*args: Any, with_count: Literal[True], **options: Any) -> CountedLoss: ...
+
+
+@overload
+def index_loss(*args: Any, **options: Any) -> Tensor: ...
+
+
 def index_loss(
     selection: Selection,
     q: Array,
@@ -286,8 +311,9 @@ def index_loss(
     target: Array | None = None,
     head_group: Any = None,
     reduction: str = "mean",
+    with_count: bool = False,
     backend: str | None = None,
-) -> Tensor:
+) -> Tensor | CountedLoss:
     """KL divergence between attention over the selected keys and softmax of the indexer's scores.
 
     The target, the attention probabilities summed over heads, has no gradient: the loss trains only
@@ -305,15 +331,21 @@ def index_loss(
         target: [tokens, topk], the sum of index_target over the other layers that use this
             selection; the target of this layer is added to it.
         head_group: a torch.distributed group over whose ranks the heads are split.
-        reduction: of the loss per row, see above.
+        reduction: of the loss per row: "mean" over the rows that count, "sum" or "none".
+        with_count: return a CountedLoss, with the number of rows that count. For a mean across
+            ranks, add the sums and the counts of all ranks, then divide: the mean of means is not
+            the mean.
+        backend: "automatic" (the default), "reference", "cpu" or "cuda".
     """
     one_of("index_loss", "reduction", reduction, _REDUCTIONS)
     check_size("index_loss", "key_offset", key_offset, 0)
-    q, kv = tensor("index_loss", "q", q), _values("index_loss", "kv", kv)
+    q, kv = tensor("index_loss", "q", q), values_of("index_loss", "kv", kv)
+    check_dtype("index_loss", "kv", kv, "q", q)
+    check_selected_keys("index_loss", selection, rows_of(kv), key_offset)
     lse = tensor("index_loss", "lse", lse)
     sink = optional_tensor("index_loss", "sink", sink)
     target = optional_tensor("index_loss", "target", target)
-    indices, scores, lengths = selection
+    indices, scores, lengths, _ = selection
     if scores is None:
         raise ValueError("index_loss: selection without scores: must come with scores")
     run = _autograd.Run(backend, None)
@@ -322,13 +354,23 @@ def index_loss(
         if head_group is not None:
             torch.distributed.all_reduce(target, group=head_group)
     loss = _autograd.IndexLoss.apply(scores, target, indices, lengths, run)
-    if reduction != "mean":
-        return loss if reduction == "none" else loss.sum()
-    valid = (indices >= 0) & (scores != -math.inf)
-    if lengths is not None:
-        valid = valid & (torch.arange(indices.shape[1], device=indices.device) < lengths[:, None])
-    counts = (valid.sum(1) >= 2) & (valid & (target > 0)).any(1)
-    return loss.sum() / counts.sum().clamp(min=1)
+
+    def rows_that_count() -> Tensor:
+        valid = (indices >= 0) & (scores != -math.inf)
+        if lengths is not None:
+            slots = torch.arange(indices.shape[1], device=indices.device)
+            valid = valid & (slots < lengths[:, None])
+        return (valid.sum(1) >= 2) & (valid & (target > 0)).any(1)
+
+    return _reduced(loss, reduction, with_count, rows_that_count)
+
+
+@overload
+def dense_index_loss(*args: Any, with_count: Literal[True], **options: Any) -> CountedLoss: ...
+
+
+@overload
+def dense_index_loss(*args: Any, **options: Any) -> Tensor: ...
 
 
 def dense_index_loss(
@@ -345,11 +387,12 @@ def dense_index_loss(
     ratio: int = 1,
     key_offset: int = 0,
     reduction: str = "mean",
+    with_count: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
     kernel: str | None = None,
-) -> Tensor:
-    """index_loss over the whole window of every row, against dense attention over that window.
+) -> Tensor | CountedLoss:
+    """KL divergence between dense attention over the window of a row and softmax of all its scores.
 
     The loss of the warm-up stage, without a buffer of size tokens x keys. Differentiable in
     index_q, index_k and weights.
@@ -364,19 +407,30 @@ def dense_index_loss(
         scale, sink: as given to attention.
         lse: [tokens, heads], as sink, natural log: of the keys of the attention that the model
             computed, if it has it; without it, it is computed first.
-        reduction: of the loss per row, see above. Rows with fewer than two keys do not count.
+        reduction: of the loss per row: "mean" over the rows that count, "sum" or "none". Rows with
+            fewer than two keys do not count.
+        with_count: return a CountedLoss, with the number of rows that count. For a mean across
+            ranks, add the sums and the counts of all ranks, then divide: the mean of means is not
+            the mean.
+        deterministic: backward is bitwise reproducible, at some cost.
+        backend: "automatic" (the default), "reference", "cpu" or "cuda".
+        kernel: the name of the kernel to run; by default the best one that can. winnow.explain
+            lists them.
     """
     one_of("dense_index_loss", "reduction", reduction, _REDUCTIONS)
     named = {"q": q, "index_q": index_q, "weights": weights}
     q, index_q, weights = (tensor("dense_index_loss", name, x) for name, x in named.items())
-    kv, keys = _keys("dense_index_loss", "kv", kv)
-    index_k, index_keys = _keys("dense_index_loss", "index_k", index_k)
+    kv, keys = local_and_keys("dense_index_loss", "kv", kv)
+    index_k, index_keys = local_and_keys("dense_index_loss", "index_k", index_k)
     sink = optional_tensor("dense_index_loss", "sink", sink)
     lse = optional_tensor("dense_index_loss", "lse", lse)
-    _check_rows("dense_index_loss", packing, q)
+    check_not_batched("dense_index_loss", "q", q, "heads, qk_dim")
+    check_rows("dense_index_loss", packing, q)
+    check_dtype("dense_index_loss", "kv", kv, "q", q)
+    check_dtype("dense_index_loss", "index_k", index_k, "index_q", index_q)
     check_size("dense_index_loss", "key_offset", key_offset, 0)
     begin, end = packing.windows(ratio)
-    _check_keys("dense_index_loss", "index_k", packing, ratio, index_k, index_keys)
+    check_keys("dense_index_loss", "index_k", packing, ratio, index_k, index_keys)
     given = None if lse is None else lse.detach()
     results = _autograd.DenseIndexLoss.apply(
         q,
@@ -395,12 +449,25 @@ def dense_index_loss(
         index_keys,
     )
     loss, lse = results if given is None else (results, given)
-    if reduction != "mean":
-        return loss if reduction == "none" else loss.sum()
-    counts = end - begin >= 2
-    if sink is not None:  # with a sink of inf all probabilities are 0
-        counts = counts & (lse - torch.logaddexp(lse, sink.detach()) > -math.inf).any(1)
-    return loss.sum() / counts.sum().clamp(min=1)
+
+    def rows_that_count() -> Tensor:
+        counts = end - begin >= 2
+        if sink is not None:  # with a sink of inf all probabilities are 0
+            counts = counts & (lse - torch.logaddexp(lse, sink.detach()) > -math.inf).any(1)
+        return counts
+
+    return _reduced(loss, reduction, with_count, rows_that_count)
+
+
+def _reduced(
+    loss: Tensor, reduction: str, with_count: bool, rows_that_count: Callable[[], Tensor]
+) -> Tensor | CountedLoss:
+    count = rows_that_count().sum() if with_count or reduction == "mean" else None
+    if reduction != "none":
+        loss = loss.sum()
+    if reduction == "mean":
+        loss = loss / count.clamp(min=1)
+    return CountedLoss(loss, count) if with_count else loss
 
 
 def window_indices(
@@ -427,8 +494,11 @@ def window_indices(
         pool_ids: [tokens, pool_topk] int32, from index_topk with the same ratio; -1: none.
         topk: slots of a list; by default enough for every row of the packing. On a GPU longer lists
             are truncated.
+        backend: "automatic" (the default), "reference", "cpu" or "cuda".
+        kernel: the name of the kernel to run; by default the best one that can. winnow.explain
+            lists them.
     """
-    _check_packing("window_indices", packing)
+    check_packing("window_indices", packing)
     pool_ids = optional_tensor("window_indices", "pool_ids", pool_ids)
     sizes = {"window": window, "ratio": ratio, "key_offset": key_offset}
     for name, size in sizes.items():
@@ -471,6 +541,9 @@ def quantize_fp8(
     Args:
         x: [rows, dim] or [tokens, heads, dim] bf16, fp16 or fp32.
         power_of_two: round scales up to powers of two.
+        backend: "automatic" (the default), "reference", "cpu" or "cuda".
+        kernel: the name of the kernel to run; by default the best one that can. winnow.explain
+            lists them.
     """
     x = tensor("quantize_fp8", "x", x)
     with torch.no_grad():
@@ -478,43 +551,6 @@ def quantize_fp8(
             x, power_of_two, **_autograd.forward_options(_autograd.Run(backend, kernel))
         )
     return Quantized(values, scale)
-
-
-def _check_packing(function: str, packing: Packing) -> None:
-    if not isinstance(packing, Packing):
-        raise TypeError(f"{function}: packing is a {type(packing).__name__}: must be a Packing")
-
-
-def _check_rows(function: str, packing: Packing, q: Tensor) -> None:
-    _check_packing(function, packing)
-    if q.dim() and packing.tokens != q.shape[0]:
-        raise ValueError(
-            f"{function}: packing of {packing.tokens} rows: must have {q.shape[0]}, as q"
-        )
-
-
-def _check_keys(
-    function: str, name: str, packing: Packing, ratio: int, local: Tensor, keys: Keys | None
-) -> None:
-    """Refuses the keys of one rank: windows of a rank refer to the keys of all ranks."""
-    must_have = packing.keys(ratio)
-    has = keys.gathering.layout.size if keys is not None else len(local) if local.dim() else 0
-    if must_have is not None and has != must_have:
-        raise ValueError(
-            f"{function}: {name} of {has} rows: must have {must_have}, those of all ranks, as"
-            " gather_keys returns them"
-        )
-
-
-def _keys(function: str, name: str, value: Array | Keys) -> tuple[Tensor, Keys | None]:
-    """Returns the keys of this rank, and the Keys object if there are other ranks."""
-    if isinstance(value, Keys):
-        return value.local, value if value.gathering is not None else None
-    return tensor(function, name, value), None
-
-
-def _values(function: str, name: str, value: Array | Keys) -> Tensor:
-    return value.values if isinstance(value, Keys) else tensor(function, name, value)
 
 
 def _needs_gradient(x: Tensor) -> bool:

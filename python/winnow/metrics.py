@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from winnow._arguments import Array, check_size, tensor
-from winnow.functional import Selection, _check_rows, _values, index_target, sparse_attention
+from winnow._key_arguments import check_rows, values_of
+from winnow.functional import Selection, index_target, sparse_attention
 from winnow.keys import Keys
 from winnow.packing import Packing
 
@@ -83,8 +84,8 @@ def on_rows(
         packing, ratio: as given to index_topk.
         rows: [n] integers, which rows of q to measure.
     """
-    q, kv = tensor("on_rows", "q", q).detach(), _values("on_rows", "kv", kv).detach()
-    _check_rows("on_rows", packing, q)
+    q, kv = tensor("on_rows", "q", q).detach(), values_of("on_rows", "kv", kv).detach()
+    check_rows("on_rows", packing, q)
     check_size("on_rows", "key_offset", key_offset, 0)
     rows = _row_numbers(tensor("on_rows", "rows", rows), len(q))
     begin, end = (x[rows] for x in packing.windows(ratio))

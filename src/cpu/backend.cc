@@ -71,7 +71,6 @@ std::string chosen_target() {
 
 const BackendTable cpu_backend = {
     .backend = Backend::cpu,
-    .reaches = DeviceKind::cpu,
     .why_not = [] { return std::string(); },
     .why_not_device = [](Device) { return std::string(); },
     .describe = [] { return fmt::format("{} on {} threads", chosen_target(), thread_count({})); },

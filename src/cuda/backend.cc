@@ -61,7 +61,6 @@ std::string describe_devices() {
 }
 
 const BackendTable cuda_backend = {.backend = Backend::cuda,
-                                   .reaches = DeviceKind::cuda,
                                    .why_not = why_not_here,
                                    .why_not_device = why_not_device,
                                    .describe = describe_devices,

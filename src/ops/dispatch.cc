@@ -70,6 +70,10 @@ const BackendTable* find_backend(Backend backend) {
   return nullptr;
 }
 
+DeviceKind device_kind(Backend backend) {
+  return backend == Backend::cuda ? DeviceKind::cuda : DeviceKind::cpu;
+}
+
 std::span<const Backend> backends_to_try(Backend asked) {
   // In the order of preference, so that every single one can be asked for as well.
   static constexpr std::array kBestFirst = {Backend::cuda, Backend::cpu, Backend::reference};
@@ -116,7 +120,7 @@ std::string why_not(Backend backend, Device device) {
   if (table == nullptr) return refusal::not_built;
   std::string reason = table->why_not();
   if (!reason.empty()) return reason;
-  if (table->reaches != device.kind) {
+  if (device_kind(backend) != device.kind) {
     return fmt::format(refusal::device_out_of_reach, describe(device));
   }
   return table->why_not_device(device);

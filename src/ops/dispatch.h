@@ -86,6 +86,8 @@ auto tensors_of(const Args& args) {
 std::span<const Backend> backends_to_try(Backend asked);
 /// Null where the backend is not in this build.
 const BackendTable* find_backend(Backend backend);
+/// The kind of device whose tensors the backend takes, also where it is not in this build.
+DeviceKind device_kind(Backend backend);
 /// Empty, or why the backend cannot run anything on this device.
 std::string why_not(Backend backend, Device device);
 /// Whether a kernel may be taken, by its name.
@@ -184,9 +186,10 @@ class Call {
   }
 
   /// Whether the backend's reason counts: of those that are tried one after another only the ones
-  /// with the kernel asked for.
+  /// for the tensors' device, or with the kernel asked for.
   bool may_have_kernel(Backend backend) const {
-    if (execution_.kernel == nullptr || execution_.backend != Backend::automatic) return true;
+    if (execution_.backend != Backend::automatic) return true;
+    if (execution_.kernel == nullptr) return device_kind(backend) == call_.device.kind;
     const std::vector<std::string_view> names = Operator<Args>::kernels(backend);
     return std::find(names.begin(), names.end(), execution_.kernel) != names.end();
   }

@@ -43,7 +43,6 @@ struct Loops {
 
 const BackendTable reference_backend = {
     .backend = Backend::reference,
-    .reaches = DeviceKind::cpu,
     .why_not = [] { return std::string(); },
     .why_not_device = [](Device) { return std::string(); },
     .describe = [] { return fmt::format("plain loops in double on {} threads", thread_count({})); },
