@@ -9,7 +9,7 @@ build = cmake --preset $(1) && cmake --build --preset $(1)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja already uses all cores
-.PHONY: help run bench bench-eager check test test-all fuzz tsan gpu-test gpu-sanitize gpu-bundle wheel lint format tidy clean
+.PHONY: help run report test-report docs bench bench-eager check test test-all fuzz tsan gpu-test gpu-sanitize gpu-bundle wheel lint format tidy clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -17,6 +17,19 @@ help: ## list the targets
 run: build/.packages ## build the tool and show what it does
 	$(call build,release) --target winnow_tool
 	build/release/winnow run
+
+report: build/.packages .venv/.installed ## measure this machine, write build/report.html
+	$(call build,release) --target winnow_tool
+	@mkdir -p build/report
+	build/release/winnow run --tokens 2048 --json > build/report/run.json
+	build/release/winnow bench --case glm-5.2 --tokens 64 --keys 4096 --repeat 3 --json build/report/bench.json
+	$(venv)/python -m winnow report build/report/run.json build/report/bench.json \
+	  --measure --keep build/report/measured.json --output build/report.html
+
+test-report: build/.packages .venv/.installed ## look at a report in a browser: nothing overlaps, light and dark
+	scripts/setup.sh browser
+	$(call build,release) --target winnow
+	$(venv)/python -m pytest python/tests/test_report.py
 
 bench: build/.packages .venv/.installed ## build the tool, time the operators, write bench.json
 	$(call build,release) --target winnow_tool

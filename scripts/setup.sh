@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Prepares a Debian 12 or Ubuntu 24.04 machine.
 #   setup.sh packages        the system packages that the C++ build needs
+#   setup.sh browser         Chromium, with which `make test-report` looks at a report
 #   setup.sh venv [PYTHON]   .venv with winnow from this tree, the pinned Python packages of the tests
 #                            and linters, and Megatron-Core, without which its tests are skipped
 set -euo pipefail
@@ -19,7 +20,7 @@ is_installed() {
 
 install_packages() {
   local missing=() package
-  for package in "${packages[@]}"; do
+  for package in "$@"; do
     is_installed "$package" || missing+=("$package")
   done
   ((${#missing[@]})) || return 0
@@ -64,7 +65,8 @@ make_venv() {
 }
 
 case "${1:-}" in
-  packages) install_packages ;;
+  packages) install_packages "${packages[@]}" ;;
+  browser) install_packages chromium ;;
   venv) make_venv "${2:-python3}" ;;
-  *) echo "usage: setup.sh packages | venv [PYTHON]" >&2; exit 2 ;;
+  *) echo "usage: setup.sh packages | browser | venv [PYTHON]" >&2; exit 2 ;;
 esac

@@ -6,9 +6,11 @@ command line is wrong, or there is no command; 141: the reader of the output has
 """
 
 import argparse
+import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 
@@ -44,18 +46,71 @@ def _add(commands, name: str, help: str) -> None:
     )
 
 
+def _add_report(commands) -> None:
+    command = commands.add_parser("report", help="write measurements as one HTML page")
+    command.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        type=Path,
+        help="JSON of winnow run, winnow bench or report --keep",
+    )
+    command.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE")
+    command.add_argument(
+        "--measure",
+        action="store_true",
+        help="also measure limits, cost over sequence length and a selection here; half a minute",
+    )
+    command.add_argument(
+        "--keep", type=Path, metavar="FILE", help="write what was measured as JSON"
+    )
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="to measure on")
+
+
+def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    if not given.files and not given.measure:
+        parser.error("report needs a FILE, or --measure")
+    if given.keep and not given.measure:
+        parser.error("report --keep needs --measure")
+    try:
+        from winnow.report import measure, page
+    except ModuleNotFoundError as error:
+        print(f"winnow: a report needs {error.name}: pip install 'winnow[report]'", file=sys.stderr)
+        return 1
+    try:
+        files = [page.read(file) for file in given.files]
+        if given.measure:
+            if reason := _lib.backend_why_not(given.device):
+                parser.error(reason)
+            files.append(measure.measure(given.device))
+        if given.keep:
+            given.keep.write_text(json.dumps(files[-1]))
+        given.output.write_text(page.page(files))
+    except page.ReportError as error:
+        print(f"winnow: {error}", file=sys.stderr)
+        return 1
+    except (KeyError, TypeError) as error:
+        print(f"winnow: a file lacks what a report needs: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {given.output}")
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = _Parser(prog="python -m winnow", description=__doc__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("info", help="version, library and backends")
     _add(commands, "check", "compare every function with plain torch in double")
     _add(commands, "bench", "time calls through PyTorch, and the host's share")
+    _add_report(commands)
     given = parser.parse_args(arguments)
     if given.command is None:
         parser.exit(2, parser.format_help())
     if given.command == "info":
         _info()
         return 0
+    if given.command == "report":
+        return _report(parser, given)
     names = given.operators or list(_OPERATORS[given.command])
     if unknown := sorted(set(names) - set(_OPERATORS[given.command])):
         parser.error(f"no operator {', '.join(unknown)}")
