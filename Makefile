@@ -31,6 +31,10 @@ test-report: build/.packages .venv/.installed ## look at a report in a browser: 
 	$(call build,release) --target winnow
 	$(venv)/python -m pytest python/tests/test_report.py
 
+docs: .venv-docs/.installed ## build the pages of docs/ as a site, build/site, links checked
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	@echo "open build/site/index.html"
+
 bench: build/.packages .venv/.installed ## build the tool, time the operators, write bench.json
 	$(call build,release) --target winnow_tool
 	build/release/winnow bench --scaling --json bench.json
@@ -98,7 +102,7 @@ tidy: build/.packages .venv/.installed ## run clang-tidy on the library
 	git ls-files 'src/*.cc' ':!src/cuda' | \
 	  xargs -r -n 1 -P $$(nproc) $(venv)/clang-tidy -p build/release --quiet
 
-clean: ## remove all builds; .venv stays
+clean: ## remove all builds; .venv and .venv-docs stay
 	rm -rf build
 
 # Set-up. The stamps keep a second call from doing it again.
@@ -108,4 +112,9 @@ build/.packages: scripts/setup.sh
 
 .venv/.installed: requirements.txt scripts/setup.sh | build/.packages
 	scripts/setup.sh venv $(PYTHON)
+	@touch $@
+
+.venv-docs/.installed: requirements-docs.txt | build/.packages
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --disable-pip-version-check -r requirements-docs.txt
 	@touch $@

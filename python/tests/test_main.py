@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
     "docs/python.md",
+    "docs/packing.md",
+    "docs/your-layer.md",
     "docs/automodel.md",
     "docs/frameworks.md",
     "docs/training-the-indexer.md",
