@@ -42,9 +42,10 @@ void expect_right_or_refused(std::uint64_t begin, std::uint64_t end) {
     Fuzz fuzz(backend);
     for (std::uint64_t seed = begin; seed < end && failures() < kMaxFailures; ++seed)
       fuzz.call(seed, [](const Error& error) { coverage.record(error.what()); });
-    // Both outcomes must be frequent, or the test would be void.
+    // Both outcomes must be frequent, or the test would be void. Refusals are rarer on a device,
+    // where the contents of index tensors are clamped.
     EXPECT_GT(fuzz.computed, (end - begin) / 5);
-    EXPECT_GT(fuzz.refused, (end - begin) / 2);
+    EXPECT_GT(fuzz.refused, (end - begin) * 2 / 5);
   });
 }
 

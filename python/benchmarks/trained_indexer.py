@@ -11,13 +11,12 @@ select. Prints median times of the calls in turns.
 import argparse
 import dataclasses
 import importlib.util
-import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from turns import median_ms
 
 import winnow
 
@@ -75,22 +74,6 @@ def selection(q: Tensor, k: Tensor, weights: Tensor, packing: winnow.Packing, to
     return lambda: winnow.index_topk(q, k, weights, packing, topk=topk, **fp8)
 
 
-def times(calls: dict[str, Callable[[], object]], repeats: int = 15) -> dict[str, float]:
-    """Median milliseconds; turns are taken, and the cache is emptied before every call."""
-    flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
-    taken = {name: [] for name in calls}
-    for _ in range(repeats + 2):
-        for name, call in calls.items():
-            flush.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            taken[name].append(begin.elapsed_time(end))
-    return {name: statistics.median(each[2:]) for name, each in taken.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keys", type=int, default=32768)
@@ -112,7 +95,7 @@ def main() -> None:
         calls[f"{name}, fp8"] = selection(
             q8.values, k8.values, weights * q8.scale, packing, given.topk, k_scale=k8.scale
         )
-    for name, ms in times(calls).items():
+    for name, ms in median_ms(calls, repeat=15).items():
         print(f"{name:20} {ms:.3f} ms")
 
 
