@@ -94,9 +94,7 @@ def _layer(packing, q, kv, index_q, index_k, weights, regather=False):
     keys = winnow.gather_keys(kv, packing, regather=regather)
     index_keys = winnow.gather_keys(index_k, packing, regather=regather)
     selection = winnow.index_topk(index_q, index_keys, weights, packing, topk=TOPK)
-    out, lse, _ = winnow.sparse_attention(
-        q, keys, selection.indices, v_dim=V_DIM, scale=SCALE, lengths=selection.lengths
-    )
+    out, lse, _ = winnow.sparse_attention(q, keys, selection, v_dim=V_DIM, scale=SCALE)
     loss = winnow.index_loss(selection, q, keys, lse, scale=SCALE, reduction="none")
     return selection, out, lse, loss
 
@@ -112,7 +110,7 @@ def _train(batch: Batch, dtype: torch.dtype, group: Any = "world", **options: An
     ((out * d_out).sum() + loss.sum()).backward()
     results = {"rows": packing.rows, "out": out, "lse": lse, "loss": loss} | selection._asdict()
     results |= {f"d_{name}": x.grad for name, x in leaves.items()}
-    return {name: x.detach() for name, x in results.items()}
+    return {name: x.detach() for name, x in results.items() if name != "keys"}
 
 
 FORWARD = ("out", "lse", "loss", "indices", "scores", "lengths")
