@@ -19,7 +19,7 @@
 #include "parallel/agreement.h"
 #include "parallel/device.h"
 #include "winnow/error.h"
-#include "winnow/parallel.h"
+#include "winnow/mpi.h"
 
 namespace winnow {
 namespace {
