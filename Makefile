@@ -69,11 +69,12 @@ wheel: build/.packages .venv/.installed ## build dist/winnow-*.whl with all the 
 	$(venv)/pip wheel --no-deps --wheel-dir build/wheels .
 	PATH=$(CURDIR)/$(venv):$$PATH auditwheel repair --wheel-dir dist build/wheels/*.whl
 
-lint: .venv/.installed ## check format, style and layers
+lint: .venv/.installed ## check format, style, layers and types
 	@$(venv)/clang-format --dry-run -Werror $(cpp_files)
 	$(venv)/ruff check
 	$(venv)/ruff format --check
 	$(venv)/python scripts/check_includes.py
+	$(venv)/mypy --cache-dir build/mypy
 
 format: .venv/.installed ## format all files
 	@$(venv)/clang-format -i $(cpp_files)

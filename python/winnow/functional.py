@@ -144,12 +144,12 @@ def index_topk(
     if not with_scores:
         with torch.no_grad():
             k = k if keys is None else keys.values
-            indices, lengths, scores = _ops.index_topk_forward(
+            selected, counts, scores = _ops.index_topk_forward(
                 q, k, *inputs[2:], topk, order, False, **_autograd.forward_options(run)
             )
-        return Selection(indices, scores, lengths)
-    indices, lengths, scores = _autograd.IndexTopk.apply(*inputs, topk, order, run, keys)
-    return Selection(indices, scores, lengths)
+        return Selection(selected, scores, counts)
+    selected, counts, scores = _autograd.IndexTopk.apply(*inputs, topk, order, run, keys)
+    return Selection(selected, scores, counts)
 
 
 def sparse_attention(
@@ -266,7 +266,17 @@ def index_target(
         return _index_target(selection, q, kv, lse, sink, target, scale, key_offset, run)
 
 
-def _index_target(selection, q, kv, lse, sink, target, scale, key_offset, run) -> Tensor:
+def _index_target(
+    selection: Selection,
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+    sink: Tensor | None,
+    target: Tensor | None,
+    scale: float,
+    key_offset: int,
+    run: _autograd.Run,
+) -> Tensor:
     inputs = (q, kv, selection.indices, selection.lengths, sink, lse)
     options = _autograd.forward_options(run)
     if target is None:
@@ -498,7 +508,10 @@ def _check_keys(
 ) -> None:
     """Refuses the keys of one rank: windows of a rank refer to the keys of all ranks."""
     must_have = packing.keys(ratio)
-    has = keys.gathering.layout.size if keys is not None else len(local) if local.dim() else 0
+    if keys is not None and keys.gathering is not None:
+        has = keys.gathering.layout.size
+    else:
+        has = len(local) if local.dim() else 0
     if must_have is not None and has != must_have:
         raise ValueError(
             f"{function}: {name} of {has} rows: must have {must_have}, those of all ranks, as"
