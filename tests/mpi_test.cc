@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Context parallel over MPI with ranks as processes: starts jobs on this machine and checks their
 // exit codes and output. Built with MPI only.
+#include "winnow/mpi.h"
+
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
@@ -12,7 +14,6 @@
 #include "tests/failing_allocations.h"
 #include "tests/sanitized.h"
 #include "tests/testing.h"
-#include "winnow/mpi.h"
 
 namespace winnow::tests {
 namespace {
