@@ -9,6 +9,8 @@
 #include <fmt/format.h>
 
 #include "tools/commands.h"
+#include "tools/help.h"
+#include "tools/json_document.h"
 #include "tools/plan/report.h"
 #include "tools/whole_number.h"
 #include "tools/words.h"
@@ -80,7 +82,7 @@ void run(const Options& options) {
   if (options.json) {
     nlohmann::ordered_json plans = nlohmann::ordered_json::array();
     for (const PlanRequest& request : requests) plans.push_back(json_of(request));
-    fmt::print("{}\n", nlohmann::ordered_json{{"version", version()}, {"plans", plans}}.dump(2));
+    tools::print_json("plan", {{"plans", plans}});
   } else if (requests.size() == 1) {
     print_plan(requests[0]);
   } else {
@@ -137,6 +139,9 @@ void add_plan(CLI::App& app, int&) {
   command->add_option("--sharding", options->sharding,
                       "contiguous, or zigzag for equal causal work. Default: zigzag.");
   command->add_flag("--json", options->json, "Print JSON.");
+  add_examples(*command, {"plan --model glm-5.2 --tokens 131072 --ranks 8",
+                          "plan --model glm-5.2 --tokens 131072,1048576 --ranks 8,16,32 --json",
+                          "plan --model glm-5.2 --tokens 131072 --ranks 8 --rates rates.json"});
   command->callback([options] { plan::run(*options); });
 }
 
