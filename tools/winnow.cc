@@ -52,6 +52,7 @@ int run(int argc, char** argv) {
   winnow::tools::add_run(app, exit_code);
   winnow::tools::add_bench(app, exit_code);
   winnow::tools::add_plan(app, exit_code);
+  winnow::tools::add_compare(app, exit_code);
   winnow::tools::add_completion(app, exit_code);
   if (argc == 1) {
     std::fputs(app.help().c_str(), stderr);
