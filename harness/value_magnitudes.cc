@@ -11,12 +11,6 @@
 namespace winnow::harness {
 namespace {
 
-double log_of_sum(double lse, double sink) {
-  const double largest = std::max(lse, sink);
-  if (std::isinf(largest)) return largest;
-  return largest + std::log(std::exp(lse - largest) + std::exp(sink - largest));
-}
-
 /// The elements of a slice of the batch, if there is one, and in it from these indices on.
 template <class T>
 const T* at(const Tensor& tensor, bool batched, std::int64_t slice,
@@ -29,6 +23,12 @@ const T* at(const Tensor& tensor, bool batched, std::int64_t slice,
 }
 
 }  // namespace
+
+double log_of_sum(double lse, double sink) {
+  const double largest = std::max(lse, sink);
+  if (std::isinf(largest)) return largest;
+  return largest + std::log(std::exp(lse - largest) + std::exp(sink - largest));
+}
 
 std::vector<double> value_magnitudes(const SparseAttentionForward& args, std::int64_t head_step) {
   const bool batched = args.q.rank == 4;

@@ -9,6 +9,9 @@
 
 namespace winnow::harness {
 
+/// log(exp(lse) + exp(sink)): over keys and sink together.
+double log_of_sum(double lse, double sink);
+
 /// One for each element of out, of a call in double on the host whose lse has been computed. Only
 /// every `head_step`-th head is measured; the others get infinity, a unit in which no error counts.
 std::vector<double> value_magnitudes(const SparseAttentionForward& args,

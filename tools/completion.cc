@@ -201,7 +201,8 @@ std::string fish_script(const std::vector<CompletedCommand>& commands) {
       script += fmt::format("complete -c winnow -n '__fish_seen_subcommand_from {}'", command.name);
       if (!option.name.empty()) script += " -l " + option.name.substr(2);
       if (option.has_value) {
-        if (!option.name.empty() && !option.value_optional) script += " -r";
+        if (!option.name.empty() && !option.value_optional)
+          script += option.value.is_file ? " -r" : " -x";  // -x: no files
         if (option.value.is_file) script += " -F";
         if (!option.value.words.empty())
           script += fmt::format(" -a {}", quoted_for_fish(join(option.value.words, " ")));

@@ -136,11 +136,11 @@ def test_a_call_need_not_be_made(tmp_path):
     winnow.dump_call(file, OPERATOR, **names, v_dim=V_DIM, scale=SCALE)
     assert metadata(file)["out"] == f"BF16[{TOKENS}, 3, {V_DIM}]"
     code, said = compare(file)
-    assert code == 0 and {each["contender"] for each in said["contenders"]} == {
-        "reference",
-        "cpu",
-        "cuda",
-    }
+    contenders = {each["contender"] for each in said["contenders"]}
+    assert code == 0 and contenders == {"reference", "cpu", "cuda"}
+    assert list(said)[:3] == ["schema", "command", "version"] and said["command"] == "compare"
+    page = (Path(__file__).parents[2] / "docs" / "tool.md").read_text()
+    assert all(f"`{member}`" in page for member in said), "docs/tool.md lists every member"
 
 
 @needs_tool
@@ -234,3 +234,27 @@ def test_files_of_others_are_read_or_refused(tmp_path):
     said = refusal(file)
     assert said.startswith(f"winnow: {file}: ") and " has data_offsets [" in said
     assert "No such file" in refusal(tmp_path / "none")
+
+
+@needs_tool
+@pytest.mark.parametrize("factor", [1, 1e-4])
+def test_gradients_whose_terms_cancel_are_judged_by_their_terms(tmp_path, factor):
+    """With values that hardly differ, the gradient of q is a difference of large numbers."""
+    random, rows, scale = torch.Generator().manual_seed(1), 8, 0.25
+    q, kv = torch.randn(rows, 2, 16, generator=random), torch.randn(rows, 16, generator=random)
+    kv[:, :8] = 1 + factor * kv[:, :8]
+    indices = torch.arange(rows).int().expand(rows, rows).contiguous()
+    out, lse, _ = torch.ops.winnow.sparse_attention_forward(q, kv, indices, None, None, 8, scale)
+    forward = (q, kv, indices, None, None, out, lse, torch.ones_like(out))
+    file = tmp_path / "job.safetensors"
+    with winnow.dump(file, "sparse_attention_backward"):
+        d_q, _, _ = torch.ops.winnow.sparse_attention_backward(*forward, None, scale)
+    double = (x.double() if x is not None and x.is_floating_point() else x for x in forward)
+    exact, _, _ = torch.ops.winnow.sparse_attention_backward(*double, None, scale)
+    by_own_norm = ((d_q - exact).norm() / exact.norm()).item()
+    assert (by_own_norm > 1e-5) == (factor < 1), by_own_norm
+    assert compare(file)[0] == 0
+    tensors, words = load_file(file), metadata(file)
+    tensors["d_q"] = d_q + 0.01  # of terms that are about 1
+    save_file(tensors, file, words)
+    assert compare(file)[0] == 1

@@ -10,6 +10,7 @@
 
 #include "harness/trial.h"
 #include "harness/value_magnitudes.h"
+#include "tools/compare/gradient_norms.h"
 #include "tools/compare/judge_selection.h"
 #include "tools/compare/locate.h"
 
@@ -26,6 +27,7 @@ struct Expected {
   std::vector<double> values;
   std::vector<double> units;  // empty: the largest of the values
   Limit limit{0, true, true};
+  double norm = 0;  // by which a gradient is judged; 0: its own
 };
 
 /// That of the inputs.
@@ -73,6 +75,22 @@ std::vector<double> units_of(PlacedTensors& oracle, std::string_view output,
   return {};
 }
 
+/// The same with the norm of the terms in place of that of their sums, which may cancel.
+void judge_by_norm(const Expected& expected, const std::vector<double>& actual,
+                   harness::Report& report) {
+  double error = 0;
+  bool finite = true;
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    const double difference = actual[i] - expected.values[i];
+    finite = finite && std::isfinite(actual[i]) && std::isfinite(expected.values[i]);
+    error += difference * difference;
+  }
+  if (!finite) return;  // what is not finite must be so in both
+  report.rms = std::sqrt(error) / expected.norm;
+  report.ok = report.rms <= expected.limit.value;
+  if (report.ok) report.note.clear();
+}
+
 Finding finding_of(const Expected& expected, const std::vector<double>& actual,
                    const harness::Rows& rows) {
   const std::string name(expected.field->name);
@@ -82,6 +100,7 @@ Finding finding_of(const Expected& expected, const std::vector<double>& actual,
             : harness::compare(name, actual, expected.values, expected.limit, expected.units),
       {},
       {}};
+  if (expected.norm > 0) judge_by_norm(expected, actual, finding.report);
   locate(*expected.field, expected.shape, rows, actual, expected.values, expected.units, finding);
   return finding;
 }
@@ -104,6 +123,10 @@ Judge judge_of_operator(const DumpedCall& call, const harness::Rows& rows) {
                         .units = {},
                         .limit = limit_of(call.op, field.name, dtype)});
   }
+  const Norms norms = gradient_norms(oracle.arguments<Args>());
+  for (Expected& each : expected)
+    if (const auto norm = norms.find(each.field->name); norm != norms.end())
+      each.norm = norm->second;
   for (Expected& each : expected)
     each.units = units_of<Args>(oracle, each.field->name, each.values, dtype);
   return [expected = std::move(expected), rows](const Outputs& outputs) {

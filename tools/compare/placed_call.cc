@@ -2,6 +2,7 @@
 // A dumped call with memory of its own.
 #include "tools/compare/placed_call.h"
 
+#include <cstring>
 #include <span>
 
 namespace winnow::dump {
@@ -19,6 +20,13 @@ void upload(const std::vector<double>& values, Buffer& buffer) {
     buffer.upload(std::vector<std::int32_t>(values.begin(), values.end()));
   else
     buffer.upload(values);
+}
+
+/// From one contiguous tensor on the host to another of the same shape and type.
+void copy_elements(const Tensor& from, const Tensor& to) {
+  std::int64_t bytes = element_bytes(from.dtype);
+  for (std::int32_t i = 0; i < from.rank; ++i) bytes *= from.shape[i];
+  if (bytes > 0) std::memcpy(to.data, from.data, static_cast<std::size_t>(bytes));
 }
 
 bool is_added_to(const FormatField& field, DType dtype) {
@@ -43,7 +51,6 @@ std::vector<double> values_of_rows(const FormatField& field, const Buffer& buffe
   const Shape shape = shape_of(buffer.tensor());
   const std::size_t axis = row_axis(field, shape);
   const std::int64_t slices = axis == 0 ? 1 : shape[0];
-  harness::Rows wanted;  // of the first dimension
   if (axis == 0) {
     if (buffer.tensor().dtype != DType::i32) return buffer.download(rows);
     const std::vector<std::int32_t> values = buffer.download_ints(rows);
@@ -85,6 +92,12 @@ void PlacedTensors::add_input(const FormatField& field, const Buffer& source) {
   const DType dtype = source.tensor().dtype;
   const bool converted = placement_.as_f64 && dtype != DType::i32;
   if (converted && field.name == "k_scale") return;  // it is in k
+  if (!converted && placement_.rows.empty() && placement_.device.kind == DeviceKind::cpu) {
+    const Buffer& copy =
+        buffers_.add(field.name, Buffer(Device{}, dtype, shape_of(source.tensor())));
+    copy_elements(source.tensor(), copy.tensor());
+    return;
+  }
   std::vector<double> values = values_of_rows(field, source, placement_.rows);
   if (const Buffer* const scale = call_.find("k_scale");
       converted && field.name == "k" && scale != nullptr) {

@@ -12,6 +12,7 @@
 #include "tools/help.h"
 #include "tools/json_document.h"
 #include "tools/plan/report.h"
+#include "tools/progress.h"
 #include "tools/whole_number.h"
 #include "tools/words.h"
 #include "winnow/winnow.h"
@@ -77,16 +78,28 @@ std::vector<PlanRequest> requests_of(const Options& options) {
   return requests;
 }
 
-void run(const Options& options) {
+std::vector<Planned> plans_of(const Options& options) {
   const std::vector<PlanRequest> requests = requests_of(options);
+  tools::Progress progress(static_cast<double>(requests.size()));
+  std::vector<Planned> plans;
+  for (const PlanRequest& request : requests)
+    plans.push_back(
+        {request, plan_step(request, [&](double share) {
+           progress.begin(fmt::format("{} tokens, {} ranks", request.tokens, request.ranks), share);
+         })});
+  return plans;
+}
+
+void run(const Options& options) {
+  const std::vector<Planned> plans = plans_of(options);
   if (options.json) {
-    nlohmann::ordered_json plans = nlohmann::ordered_json::array();
-    for (const PlanRequest& request : requests) plans.push_back(json_of(request));
-    tools::print_json("plan", {{"plans", plans}});
-  } else if (requests.size() == 1) {
-    print_plan(requests[0]);
+    nlohmann::ordered_json all = nlohmann::ordered_json::array();
+    for (const Planned& planned : plans) all.push_back(json_of(planned));
+    tools::print_json("plan", {{"plans", all}});
+  } else if (plans.size() == 1) {
+    print_plan(plans[0]);
   } else {
-    print_table(requests);
+    print_table(plans);
   }
 }
 
