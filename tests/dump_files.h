@@ -99,6 +99,28 @@ inline std::vector<std::string> right_files() {
       file_of(R"("winnow_operator":"key_windows","ratio":"1","padding_rows":"empty",)"
               R"("begin":"I32[4]","end":"I32[4]")",
               {{"cu_seqlens", "I32", {3}, 4}}),
+      file_of(R"("winnow_operator":"sparse_attention_backward","scale":"0.5","d_sink":"F32[2]",)"
+              R"("d_q":"F32[1, 2, 2, 8]","d_kv":"F32[1, 3, 8]")",
+              {{"q", "F32", {1, 2, 2, 8}, 4},
+               {"kv", "F32", {1, 3, 8}, 4},
+               {"indices", "I32", {1, 2, 3}, 4},
+               {"sink", "F32", {2}, 4},
+               {"out", "F32", {1, 2, 2, 8}, 4},
+               {"lse", "F32", {1, 2, 2}, 4},
+               {"d_out", "F32", {1, 2, 2, 8}, 4}}),
+      file_of(R"("winnow_operator":"index_topk_backward","d_q":"F32[2, 1, 8]","d_k":"F32[3, 8]",)"
+              R"("d_weights":"F32[2, 1]")",
+              {{"q", "F32", {2, 1, 8}, 4},
+               {"k", "F32", {3, 8}, 4},
+               {"weights", "F32", {2, 1}, 4},
+               {"begin", "I32", {2}, 4},
+               {"end", "I32", {2}, 4},
+               {"indices", "I32", {2, 3}, 4},
+               {"d_scores", "F32", {2, 3}, 4}}),
+      file_of(R"("winnow_operator":"value_projection_forward","out_v":"F16[2, 1, 3]")",
+              {{"out", "F16", {2, 1, 8}, 2}, {"w_v", "F16", {1, 3, 8}, 2}}),
+      file_of(R"("winnow_operator":"quantize_fp8","values":"F8_E4M3[2, 8]","scale":"F32[2]")",
+              {{"x", "BF16", {2, 8}, 2}}),
   };
 }
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Files of dumped calls: what is read, what is refused, and that no file does harm.
-#include <map>
 #include <string>
 #include <utility>
 
@@ -8,6 +7,7 @@
 #include "tests/dump_files.h"
 #include "tests/testing.h"
 #include "tools/compare/dumped_call.h"
+#include "tools/compare/judge.h"
 #include "tools/compare/safetensors.h"
 
 namespace winnow::tests {
@@ -50,22 +50,14 @@ std::string with_header(const std::string& bytes, std::string_view what, std::st
   return file_of(replaced(header, what, by), data);
 }
 
-/// Runs the call of a file as the tool would: in the memory of the file and of its outputs.
-void run(const DumpedCall& call) {
-  std::map<std::string_view, Buffer> outputs;
-  for (const auto& [name, output] : call.outputs)
-    outputs.emplace(name, Buffer(Device{}, output.dtype, output.shape));
+/// Runs the call of a file and judges its outputs, as the tool would.
+std::vector<dump::Finding> run(const DumpedCall& call) {
+  const dump::PlacedTensors tensors(call, {});
   for_each_operator([&]<class Args>(std::type_identity<Args>) {
-    if (call.op != Args::kOperator) return;
-    const auto args = call.arguments<Args>([&](const FormatField& field) {
-      const auto output = outputs.find(field.name);
-      if (output != outputs.end()) return output->second.tensor();
-      const Buffer* const input = call.find(field.name);
-      return input == nullptr ? Tensor{} : input->tensor();
-    });
-    winnow::run(args, on(Backend::cpu));
+    if (call.op == Args::kOperator) winnow::run(tensors.arguments<Args>(), on(Backend::cpu));
   });
-  for (const auto& [name, output] : outputs) EXPECT_TRUE(output.canaries_intact()) << name;
+  EXPECT_TRUE(tensors.canaries_intact());
+  return dump::judge_of(call, {})(tensors.outputs());
 }
 
 TEST(Dump, EveryTensorOfEveryOperatorHasAShape) {
@@ -76,7 +68,8 @@ TEST(Dump, EveryTensorOfEveryOperatorHasAShape) {
 }
 
 TEST(Dump, RightFilesAreReadAndRun) {
-  for (const std::string& bytes : right_files()) run(read(bytes));
+  for (const std::string& bytes : right_files())
+    for (const dump::Finding& finding : run(read(bytes))) EXPECT_TRUE(ok(finding.report));
   const DumpedCall call = read(right_files()[0]);
   EXPECT_EQ(call.op, "sparse_attention_forward");
   EXPECT_EQ(call.options.at("scale"), 0.25);
