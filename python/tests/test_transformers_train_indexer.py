@@ -4,6 +4,7 @@
 import copy
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,15 +98,28 @@ def test_losses_are_those_of_eagers_attention(case, monkeypatch):
 
     for module in (indexers, deepseek_v4, glm5_next):
         monkeypatch.setattr(module, "topk_slots", record)
-    attention = eager_attention(model)
+    found = eager_attention(model)
     with winnow.transformers.enabled(model, train_indexer=True):
         model(ids(), use_cache=False)
         losses = model.winnow_losses
     assert len(losses) == len(seen) == len(users)
     for loss, (inputs, selected), layers in zip(losses, seen, users, strict=True):
-        target = slots(sum(attention[layer] for layer in layers))
+        target = slots(sum(found[layer] for layer in layers))
         expected = expected_loss(inputs, selected, target)
         assert abs(loss.item() - expected.item()) < 1e-4 * max(1, abs(expected.item()))
+
+
+def test_attention_that_runs_as_eager_teaches_too(case, monkeypatch):
+    model, *_ = case
+    with winnow.transformers.enabled(model, train_indexer=True):
+        model(ids(), use_cache=False)
+        expected = model.winnow_losses
+        for name in ("attention", "deepseek_v4"):
+            path = f"winnow.transformers.{name}"
+            monkeypatch.setattr(sys.modules[path], "why_eager", lambda *_: "of this test")
+        model(ids(), use_cache=False)
+        for loss, other in zip(model.winnow_losses, expected, strict=True):
+            assert other > 0 and abs(loss / other - 1) < 1e-4
 
 
 def test_gradients_reach_the_indexers_alone(case):
