@@ -165,6 +165,8 @@ def main() -> None:
             points = json.load(file)
     if given.plot:
         return plot(points, given.plot)
+    for stage in given.stages:
+        STAGES[stage](512)()  # loads libraries and kernels
     for tokens in given.sizes:
         for stage in given.stages:
             of_stage = points.setdefault(stage, {})
