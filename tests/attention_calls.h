@@ -339,8 +339,9 @@ inline void expect_same_bits(const AttentionGradients& actual, const AttentionGr
   EXPECT_TRUE(same_bits(actual.d_sink, expected.d_sink));
 }
 
-/// Shapes on which properties are tested: an odd one, and those of the models, for which backends
-/// may have specialised kernels. Under sanitizers, where there are none, with fewer heads.
+/// Shapes on which properties are tested: an odd one, and those of the models, whole or with the
+/// heads of one rank, for which backends may have specialised kernels. Under sanitizers, where
+/// there are none, with fewer heads.
 inline std::vector<Attention> attention_shapes(Backend backend) {
   std::vector<Attention> shapes = {{}, {.dtype = DType::f32}};
   if (backend == Backend::reference) return shapes;  // it has a single kernel
@@ -358,6 +359,13 @@ inline std::vector<Attention> attention_shapes(Backend backend) {
                     .v_dim = 512,
                     .topk = 160,
                     .scale = 0});
+  shapes.push_back({.tokens = 5,
+                    .keys = 300,
+                    .heads = 11,
+                    .qk_dim = 576,
+                    .v_dim = 512,
+                    .topk = 200,
+                    .scale = 0.0625F});
   return shapes;
 }
 

@@ -114,6 +114,9 @@ __global__ void product_kernel(const T* a, const T* b, float* d, bool accumulate
     const int adds = accumulate || step > 0;
     if constexpr (kA == Layout::registers) {
       multiply_64x48x16<T>(sums, fragments[step], to_b, adds);
+    } else if constexpr (kColumns == 16) {
+      multiply_64x16x16<T, kA == Layout::mn_major>(sums, descriptor<kA>(shared.a, step), to_b,
+                                                   adds);
     } else if constexpr (kColumns == 48) {
       multiply_64x48x16<T>(sums, descriptor<kA>(shared.a, step), to_b, adds);
     } else if constexpr (kColumns == 64) {
@@ -182,6 +185,11 @@ void expect_products_of_two_byte_types() {
 }
 
 class Wgmma : public OnHopper {};
+
+TEST_F(Wgmma, Of16ColumnsTakesAInEitherOrder) {
+  expect_products_of_two_byte_types<16, Layout::k_major, Layout::k_major>();
+  expect_products_of_two_byte_types<16, Layout::mn_major, Layout::k_major>();
+}
 
 TEST_F(Wgmma, Of48ColumnsTakesAFromRegisters) {
   expect_products_of_two_byte_types<48, Layout::registers, Layout::k_major>();

@@ -3,6 +3,11 @@
 #pragma once
 
 // clang-format off
+#define WINNOW_REGISTERS_8 \
+  "%0, %1, %2, %3, %4, %5, %6, %7"
+#define WINNOW_OPERANDS_8(d) \
+  "+f"((d)[0]), "+f"((d)[1]), "+f"((d)[2]), "+f"((d)[3]), \
+  "+f"((d)[4]), "+f"((d)[5]), "+f"((d)[6]), "+f"((d)[7])
 #define WINNOW_REGISTERS_24 \
   "%0, %1, %2, %3, %4, %5, %6, %7, " \
   "%8, %9, %10, %11, %12, %13, %14, %15, " \

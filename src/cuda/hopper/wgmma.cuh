@@ -91,6 +91,34 @@ __device__ inline void shrink_registers() {
 // of row 16w + g in d[4i] and d[4i + 1], of row 16w + g + 8 in d[4i + 2] and d[4i + 3]. accumulate
 // = 0 overwrites d.
 
+/// d (64 x 16) += A (64 x 16) * B (16 x 16, K-major)^T, both in shared memory. A is K-major, or
+/// MN-major where kAMnMajor is 1.
+template <class T, int kAMnMajor>
+__device__ inline void multiply_64x16x16(float (&d)[8], std::uint64_t a, std::uint64_t b,
+                                         int accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" WINNOW_REGISTERS_8
+        "}, %8, %9, p, 1, 1, %11, 0;\n"
+        "}\n"
+        : WINNOW_OPERANDS_8(d)
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor));
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {" WINNOW_REGISTERS_8
+        "}, %8, %9, p, 1, 1, %11, 0;\n"
+        "}\n"
+        : WINNOW_OPERANDS_8(d)
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor));
+  }
+}
+
 /// d (64 x 48) += A (64 x 16, registers) * B (48 x 16, K-major)^T.
 template <class T>
 __device__ inline void multiply_64x48x16(float (&d)[24], const std::uint32_t (&a)[4],

@@ -7,7 +7,8 @@
 namespace winnow::cuda {
 
 Kernels<SparseAttentionForward> kernels(std::type_identity<SparseAttentionForward>) {
-  static const std::array kKernels = {forward_sm90, forward_narrow, forward_general, forward_f32};
+  static const std::array kKernels = {forward_few_heads, forward_sm90, forward_narrow,
+                                      forward_general, forward_f32};
   return kKernels;
 }
 

@@ -6,8 +6,10 @@
 
 namespace winnow::cuda {
 
-// Forward: Hopper's own instructions for the widths of the models; tensor cores for rows of up to
-// 256 elements, and for any shape in bf16 and f16; fp32 arithmetic for f32.
+// Forward: Hopper's own instructions for the widths of the models, with up to 16 heads and with any
+// number; tensor cores for rows of up to 256 elements, and for any shape in bf16 and f16; fp32
+// arithmetic for f32.
+extern const Kernel<SparseAttentionForward> forward_few_heads;
 extern const Kernel<SparseAttentionForward> forward_sm90;
 extern const Kernel<SparseAttentionForward> forward_narrow;
 extern const Kernel<SparseAttentionForward> forward_general;

@@ -6,10 +6,10 @@
 #include <cstdint>
 
 #include "cuda/common/mma.cuh"
-#include "cuda/common/softmax.cuh"
 #include "cuda/hopper/barrier.cuh"
 #include "cuda/hopper/pipeline.cuh"
 #include "cuda/hopper/wgmma.cuh"
+#include "cuda/sparse_attention/lazy_maximum.cuh"
 #include "cuda/sparse_attention/parameters.cuh"
 
 namespace winnow::cuda::sparse_attention::forward_sm90 {
@@ -33,12 +33,6 @@ inline constexpr int kRegisters = 168;
 // stage is free for the gather; but products must be issued often enough to keep the tensor cores
 // busy.
 inline constexpr int kStepsPerTile = 3;
-// The running maximum moves only when a score passes it by this much (log2): P stays below 2^8, and
-// out is seldom rescaled.
-inline constexpr float kLazyMaximum = 8;
-// The largest logit of a maximum (log2) up to which exponents are s * scale - maximum in one
-// instruction. The maximum is rounded by 2^-24 of itself, which costs P at most 2^-14 of its value.
-inline constexpr float kMaxSubtrahend = 1024;
 /// What the gathering warps tell the others about a block of keys.
 struct BlockInfo {
   std::uint32_t valid[2];  // bit j of half i: slot 24 i + j of the block holds a key

@@ -9,13 +9,6 @@
 
 namespace winnow::cuda::sparse_attention::forward_sm90 {
 
-/// The running maximum of one row, as a product q.k, and its sum of exponentials.
-struct RowState {
-  float largest = -INFINITY;
-  float maximum = -INFINITY;  // the one that is subtracted; it may lag behind `largest`
-  float sum = 0;              // over this lane's columns
-};
-
 using Scores = float[kBlock / 2];  // the accumulator of S of one block
 
 /// Turns S of a block into P, which goes to the last tile of its stage, and updates the running
@@ -72,6 +65,7 @@ class Softmax {
     }
   }
 
+  /// Does what move_maximum does; calling that costs registers, which spill here.
   __device__ void move_maxima() {
     float largest[2] = {s_[0], s_[2]};
 #pragma unroll
