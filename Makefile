@@ -9,7 +9,7 @@ build = cmake --preset $(1) && cmake --build --preset $(1)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja already uses all cores
-.PHONY: help run report test-report docs bench bench-eager check test test-all fuzz tsan gpu-test gpu-sanitize gpu-bundle wheel lint format tidy clean
+.PHONY: help run report test-report docs bench bench-eager check test test-all fuzz tsan gpu-test gpu-sanitize gpu-bundle wheel cuda-wheel lint format tidy clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -82,15 +82,17 @@ gpu-bundle: build/.packages ## build with CUDA, pack build/gpu for a machine wit
 	scripts/gpu_bundle.sh build/cuda build/gpu
 
 wheel: build/.packages .venv/.installed ## build dist/winnow-*.whl with all the libraries it needs
-	rm -rf build/wheels
-	$(venv)/pip wheel --no-deps --wheel-dir build/wheels .
-	PATH=$(CURDIR)/$(venv):$$PATH auditwheel repair --wheel-dir dist build/wheels/*.whl
+	scripts/wheel.sh dist
 
-lint: .venv/.installed ## check format, style and layers
+cuda-wheel: build/.packages .venv/.installed ## the same with the CUDA backend, for GPUs since sm_80
+	WINNOW_CUDA=1 CUDACXX=$(nvcc) scripts/wheel.sh dist
+
+lint: .venv/.installed ## check format, style, layers and types
 	@$(venv)/clang-format --dry-run -Werror $(cpp_files)
 	$(venv)/ruff check
 	$(venv)/ruff format --check
 	$(venv)/python scripts/check_includes.py
+	$(venv)/mypy --cache-dir build/mypy
 
 format: .venv/.installed ## format all files
 	@$(venv)/clang-format -i $(cpp_files)

@@ -2,6 +2,7 @@
 // Sparse attention on one packed batch over the ranks of an MPI job: mpirun -n 4 context_parallel
 // Each rank computes the queries and keys of its own rows, gathers the keys of all ranks, attends,
 // and receives the gradients of its own keys, summed over ranks.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <exception>
@@ -9,15 +10,17 @@
 
 #include <mpi.h>
 
+#include "winnow/mpi.h"
 #include "winnow/winnow.h"
 
 namespace {
 
-using winnow::DType, winnow::tensor;
+using winnow::tensor_of;
 
 constexpr int kTokens = 96, kHeads = 4, kDim = 64, kTopk = 8;
 
-void run() {
+/// Whether every row selected as many keys as it may.
+bool run() {
   const MPI_Comm world = MPI_COMM_WORLD;
   const auto ranks = winnow::mpi_communicator(&world);
 
@@ -37,26 +40,25 @@ void run() {
 
   // The keys of all ranks in global order. To be short, the indexer uses the keys of attention.
   std::vector<float> all_kv(kTokens * kDim);
-  const auto keys = tensor(all_kv.data(), DType::f32, {kTokens, kDim});
-  winnow::gather_keys(*ranks, tensor(kv.data(), DType::f32, {own, kDim}), keys, shards);
+  const auto keys = tensor_of(all_kv, {kTokens, kDim});
+  winnow::gather_keys(*ranks, tensor_of(kv, {own, kDim}), keys, shards);
 
   // The operators are called as on a single rank; only key_windows gets the global rows.
   std::vector<std::int32_t> begin(own), end(own), indices(own * kTopk), lengths(own);
   std::vector<float> out(q.size()), lse(own * kHeads), d_q(q.size()), d_kv(own * kDim);
-  const auto queries = tensor(q.data(), DType::f32, {own, kHeads, kDim});
-  const auto begins = tensor(begin.data(), DType::i32, {own});
-  const auto ends = tensor(end.data(), DType::i32, {own});
-  const auto lists = tensor(indices.data(), DType::i32, {own, kTopk});
-  const auto counts = tensor(lengths.data(), DType::i32, {own});
-  const auto outs = tensor(out.data(), DType::f32, {own, kHeads, kDim});
-  const auto lses = tensor(lse.data(), DType::f32, {own, kHeads});
-  winnow::key_windows({.cu_seqlens = tensor(cu_seqlens.data(), DType::i32, {3}),
-                       .query_rows = tensor(rows.data(), DType::i32, {own}),
+  const auto queries = tensor_of(q, {own, kHeads, kDim});
+  const auto begins = tensor_of(begin, {own}), ends = tensor_of(end, {own});
+  const auto lists = tensor_of(indices, {own, kTopk});
+  const auto counts = tensor_of(lengths, {own});
+  const auto outs = tensor_of(out, {own, kHeads, kDim});
+  const auto lses = tensor_of(lse, {own, kHeads});
+  winnow::key_windows({.cu_seqlens = tensor_of(cu_seqlens, {3}),
+                       .query_rows = tensor_of(rows, {own}),
                        .begin = begins,
                        .end = ends});
   winnow::index_topk_forward({.q = queries,
                               .k = keys,
-                              .weights = tensor(weights.data(), DType::f32, {own, kHeads}),
+                              .weights = tensor_of(weights, {own, kHeads}),
                               .begin = begins,
                               .end = ends,
                               .indices = lists,
@@ -66,7 +68,7 @@ void run() {
 
   // Backward of sum(out^2) / 2: gradients of all keys from local queries, then summed over ranks.
   std::vector<float> all_d_kv(kTokens * kDim, 0.0f);
-  const auto all_sums = tensor(all_d_kv.data(), DType::f32, {kTokens, kDim});
+  const auto all_sums = tensor_of(all_d_kv, {kTokens, kDim});
   winnow::sparse_attention_backward({.q = queries,
                                      .kv = keys,
                                      .indices = lists,
@@ -74,30 +76,34 @@ void run() {
                                      .out = outs,
                                      .lse = lses,
                                      .d_out = outs,
-                                     .d_q = tensor(d_q.data(), DType::f32, {own, kHeads, kDim}),
+                                     .d_q = tensor_of(d_q, {own, kHeads, kDim}),
                                      .d_kv = all_sums});
-  winnow::scatter_key_grads(*ranks, all_sums, tensor(d_kv.data(), DType::f32, {own, kDim}), shards);
+  winnow::scatter_key_grads(*ranks, all_sums, tensor_of(d_kv, {own, kDim}), shards);
 
-  if (own == 0) {  // possible with more ranks than rows
-    std::printf("rank %d of %d: no rows\n", ranks->rank(), ranks->size());
-    return;
-  }
   std::int64_t seen = 0;
-  for (std::int64_t t = 0; t < own; ++t) seen += end[t] - begin[t];
-  std::printf("rank %d of %d: %d rows see %d keys; d_kv of row %d begins with %.6f\n",
-              ranks->rank(), ranks->size(), static_cast<int>(own), static_cast<int>(seen), rows[0],
-              d_kv[0]);
+  bool right = true;
+  for (std::int64_t t = 0; t < own; ++t) {
+    seen += end[t] - begin[t];
+    right = right && lengths[t] == std::min(kTopk, end[t] - begin[t]);
+  }
+  double sum = 0;  // a rank may have no rows
+  for (const float value : d_kv) sum += std::abs(value);
+  std::printf("rank %d of %d: %d rows see %d keys; the sum of |d_kv| is %.6f\n", ranks->rank(),
+              ranks->size(), static_cast<int>(own), static_cast<int>(seen), sum);
+  return right && std::isfinite(sum);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   MPI_Init(&argc, &argv);
+  bool right = false;
   try {
-    run();
+    right = run();
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     MPI_Abort(MPI_COMM_WORLD, 1);  // else the other ranks would wait for this one
   }
   MPI_Finalize();
+  return right ? 0 : 1;
 }

@@ -22,17 +22,22 @@ PYTHON
 }
 LD_LIBRARY_PATH=$PWD:$(libraries | paste -sd:):${LD_LIBRARY_PATH:-}
 export LD_LIBRARY_PATH
-# The machine's own MPI goes with its mpirun; where it has none, the bundle's lets the library load.
-if ldd libwinnow.so | grep -q 'libmpi\.so.* not found'; then
+# The machine's own MPI goes with its mpirun; where it has none, the bundle's lets the tool load.
+if ldd winnow | grep -q 'libmpi\.so.* not found'; then
   LD_LIBRARY_PATH=$LD_LIBRARY_PATH:$PWD/mpi
 fi
-export WINNOW_LIBRARY=$PWD/libwinnow.so PYTHONPATH=$PWD/python
+export WINNOW_LIBRARY PYTHONPATH=$PWD/python
+WINNOW_LIBRARY=$(ls "$PWD"/libwinnow.so.*)
 
 tests() {
   local count=0 failed=() test
   for test in ./*_test; do
     count=$((count + 1))
     "$test" --gtest_brief=1 || failed+=("$test")
+  done
+  for test in forward training_step gpu; do  # the examples
+    count=$((count + 1))
+    "./$test" || failed+=("$test")
   done
   if python3 -c 'import torch, pytest, hypothesis' 2>/dev/null; then
     count=$((count + 1))

@@ -401,6 +401,11 @@ TEST(Refusals, OfDlpack) {
   coverage.record(refusal_of([&] { from_dlpack(source); }));
 }
 
+TEST(Refusals, OfShapesThatDoNotFitTheirValues) {
+  std::vector<float> values(6);
+  coverage.record(refusal_of([&] { tensor_of(values, {2, 4}); }));
+}
+
 TEST(Refusals, OfThdBatches) {
   const std::vector<std::int64_t> lengths = {3, -2, -1000, 4};
   const auto layout = [&](std::int64_t rows, std::size_t first, std::int64_t chunks) {

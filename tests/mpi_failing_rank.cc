@@ -11,6 +11,7 @@
 #include <mpi.h>
 #include <signal.h>
 
+#include "winnow/mpi.h"
 #include "winnow/winnow.h"
 
 int main(int argc, char** argv) {

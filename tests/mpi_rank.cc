@@ -5,6 +5,7 @@
 #include "tests/failing_allocations.h"
 #include "tests/rank_checks.h"
 #include "tests/resident_memory.h"
+#include "winnow/mpi.h"
 
 namespace winnow::tests {
 namespace {

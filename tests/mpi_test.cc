@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Context parallel over MPI with ranks as processes: starts jobs on this machine and checks their
 // exit codes and output. Built with MPI only.
+#include "winnow/mpi.h"
+
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
@@ -9,6 +11,7 @@
 #include <mpi.h>
 #include <sys/wait.h>
 
+#include "tests/failing_allocations.h"
 #include "tests/sanitized.h"
 #include "tests/testing.h"
 
@@ -135,6 +138,15 @@ TEST_F(MpiTool, EndsWhenARankHasAnError) {
   EXPECT_EQ(job.exit_code, 1) << job.output;
   EXPECT_NE(job.output.find("--tokens 16: too few for 8 ranks"), std::string::npos) << job.output;
   EXPECT_LT(job.seconds, 30);
+}
+
+TEST(MpiCommunicator, IsRefusedWithoutCommAndOutsideMpi) {
+  EXPECT_EQ(refusal_of([] { mpi_communicator(nullptr); }),
+            "mpi_communicator: comm null: must be given");
+  const MPI_Comm world = MPI_COMM_WORLD;
+  EXPECT_EQ(refusal_of([&] { mpi_communicator(&world); }),
+            "mpi_communicator: comm outside MPI: must be used between MPI_Init and MPI_Finalize");
+  EXPECT_GT(fail_each_allocation([] { mpi_communicator(nullptr); }, Outcome::refused), 0);
 }
 
 TEST_F(MpiJobs, RunTheExample) {

@@ -96,7 +96,6 @@ TEST(OutOfMemory, InFunctionsThatAreNoOperatorsIsAnErrorToo) {
   EXPECT_GT(fail_each_allocation([] { backend_from_name("abacus"); }, Outcome::refused), 0);
   EXPECT_GT(fail_each_allocation([] { (void)describe(Backend::cpu); }), 0);
   fail_each_allocation([] { (void)why_not(Backend::cuda); });
-  EXPECT_GT(fail_each_allocation([] { mpi_communicator(nullptr); }, Outcome::refused), 0);
   EXPECT_GT(fail_each_allocation([] { nccl_communicator(nullptr); }, Outcome::refused), 0);
 }
 

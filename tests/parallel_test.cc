@@ -166,9 +166,8 @@ TEST(Parallel, ShapesBehindTheRankMeanNothing) {
   EXPECT_TRUE(same_bits(gathered.download(), keys.download()));
 }
 
-TEST(Parallel, MakersRefuseWhatIsNoCommunicator) {
+TEST(Parallel, NcclRefusesWhatIsNoCommunicator) {
   EXPECT_NE(refusal_of([] { nccl_communicator(nullptr); }), "");
-  EXPECT_NE(refusal_of([] { mpi_communicator(nullptr); }), "");
 }
 
 }  // namespace

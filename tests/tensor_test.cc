@@ -54,6 +54,30 @@ TEST(Tensor, IsContiguousAsMade) {
   EXPECT_EQ(tensor(nullptr, DType::f32, {}).rank, 0);
 }
 
+TEST(Tensor, OfValuesHasTheirTypeAndNumber) {
+  std::vector<float> floats(6);
+  const Tensor made = tensor_of(floats, {2, 3});
+  EXPECT_EQ(made.data, floats.data());
+  EXPECT_EQ(describe(made), "f32[2, 3]");
+  EXPECT_EQ(made.stride, (std::array<std::int64_t, 4>{3, 1, 0, 0}));
+  std::array<std::int32_t, 4> whole_numbers{};
+  EXPECT_EQ(describe(tensor_of(whole_numbers, {4})), "i32[4]");
+  std::vector<double> none;
+  EXPECT_EQ(describe(tensor_of(none, {5, 0})), "f64[5, 0]");
+}
+
+TEST(Tensor, OfValuesRefusesAnotherNumberOfElements) {
+  std::vector<float> floats(6);
+  EXPECT_EQ(refusal_of([&] {
+              tensor_of(floats, {2, 4});
+            }),
+            "tensor_of: shape [2, 4]: must have 6 elements, as the memory does");
+  EXPECT_NE(refusal_of([&] { tensor_of(floats, {-2, -3}); }), "");
+  constexpr std::int64_t kHuge = std::int64_t{1} << 62;
+  EXPECT_NE(refusal_of([&] { tensor_of(floats, {kHuge, 4, 6}); }), "");
+  EXPECT_NE(refusal_of([&] { tensor_of(floats, {1, 1, 1, 2, 3}); }), "");
+}
+
 TEST(Tensor, HasAtMostFourDimensions) {
   EXPECT_EQ(tensor(nullptr, DType::f32, {1, 2, 3, 4}).rank, 4);
   EXPECT_THROW(tensor(nullptr, DType::f32, {1, 2, 3, 4, 5}), Error);

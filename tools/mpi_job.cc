@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/mpi_job.h"
 
-#include <chrono>
 #include <cstdlib>
 #include <thread>
 
 #include <mpi.h>
+
+#include "winnow/mpi.h"
 
 namespace winnow::tools {
 namespace {
@@ -30,7 +31,9 @@ MpiJob::MpiJob() {
 
 MpiJob::~MpiJob() { MPI_Finalize(); }
 
-const void* MpiJob::world() const { return &kWorld; }
+std::unique_ptr<Communicator> MpiJob::communicator(std::chrono::milliseconds timeout) const {
+  return mpi_communicator(&kWorld, timeout);
+}
 
 std::vector<double> MpiJob::collect(std::span<const double> values) const {
   const auto own = static_cast<int>(values.size());

@@ -3,8 +3,12 @@
 // Error(unsupported).
 #pragma once
 
+#include <chrono>
+#include <memory>
 #include <span>
 #include <vector>
+
+#include "winnow/parallel.h"
 
 namespace winnow::tools {
 
@@ -17,8 +21,8 @@ class MpiJob {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  /// A pointer to the MPI_Comm of all ranks.
-  const void* world() const;
+  /// A communicator of all ranks.
+  std::unique_ptr<Communicator> communicator(std::chrono::milliseconds timeout) const;
 
   /// The values of all ranks, one after another, on rank 0; nothing on others. A rank that waits
   /// leaves its core to others.

@@ -11,7 +11,7 @@ MpiJob::MpiJob() {
   throw Error(ErrorCode::unsupported, "--context-parallel needs MPI, which is not in this build");
 }
 MpiJob::~MpiJob() = default;
-const void* MpiJob::world() const { return nullptr; }
+std::unique_ptr<Communicator> MpiJob::communicator(std::chrono::milliseconds) const { return {}; }
 std::vector<double> MpiJob::collect(std::span<const double>) const { return {}; }
 bool MpiJob::decided_by_rank_0(bool decision) const { return decision; }
 void MpiJob::abort(int exit_code) const { std::exit(exit_code); }

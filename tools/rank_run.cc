@@ -184,7 +184,7 @@ int run(const MpiJob& job, const RankRun& request) {
     }
   }
   const Device device = harness::device_of(request.execution.backend);
-  const auto communicator = mpi_communicator(job.world(), kTimeout);
+  const auto communicator = job.communicator(kTimeout);
   harness::RankStep rank(request.c, batch, request.sharding, *communicator, request.seed, device);
   // The ranks of this machine share its cores.
   const auto cores = static_cast<int>(std::thread::hardware_concurrency());

@@ -69,12 +69,6 @@ inline constexpr std::chrono::milliseconds kCommunicationTimeout{20'000};
 /// Throws Error(unsupported) if this build has no CUDA or the machine has no libnccl.
 std::unique_ptr<Communicator> nccl_communicator(
     ncclComm* comm, std::chrono::milliseconds timeout = kCommunicationTimeout);
-/// A communicator over MPI. `comm` points to an MPI_Comm of the caller, which is duplicated, so all
-/// ranks must call this together. CUDA tensors are copied through host memory. The time-out applies
-/// to each collective. After a time-out MPI_Finalize would wait for the missing rank, so end the
-/// job with MPI_Abort. Throws Error(unsupported) if this build has no MPI.
-std::unique_ptr<Communicator> mpi_communicator(
-    const void* comm, std::chrono::milliseconds timeout = kCommunicationTimeout);
 
 enum class Sharding : std::int32_t {
   contiguous,  // rank r of n holds the rows [r*T/n, (r+1)*T/n)

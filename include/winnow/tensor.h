@@ -3,10 +3,13 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <iterator>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 namespace winnow {
 
@@ -31,9 +34,33 @@ struct Tensor {
   explicit operator bool() const { return rank >= 0; }
 };
 
+/// The DType of a C++ type; float, double and std::int32_t have one.
+template <class T>
+constexpr DType dtype_of() {
+  static_assert(
+      std::is_same_v<T, float> || std::is_same_v<T, double> || std::is_same_v<T, std::int32_t>,
+      "name the DType of other types: winnow::tensor(data, DType::bf16, shape)");
+  if constexpr (std::is_same_v<T, float>) return DType::f32;
+  if constexpr (std::is_same_v<T, double>) return DType::f64;
+  return DType::i32;
+}
+
 /// A contiguous view of `data`.
 Tensor tensor(void* data, DType dtype, std::initializer_list<std::int64_t> shape,
               Device device = {});
+
+/// The same on the CPU, of memory that holds `elements` of them. Throws Error if the shape has
+/// another number of elements.
+Tensor tensor_of(void* data, std::size_t elements, DType dtype,
+                 std::initializer_list<std::int64_t> shape);
+
+/// A contiguous view of a std::vector, std::array or std::span of float, double or std::int32_t.
+/// Throws Error if the shape has another number of elements.
+template <class Values>
+Tensor tensor_of(Values& values, std::initializer_list<std::int64_t> shape) {
+  return tensor_of(std::data(values), std::size(values),
+                   dtype_of<std::remove_pointer_t<decltype(std::data(values))>>(), shape);
+}
 
 std::int64_t element_bytes(DType dtype);
 std::string_view name(DType dtype);

@@ -31,7 +31,7 @@ def test_info(capsys):
     assert main(["info"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"winnow {winnow.__version__}, torch {torch.__version__}"
-    assert lines[1].endswith("libwinnow.so")
+    assert "libwinnow.so" in lines[1]
     for line, name in zip(lines[2:], ("reference", "cpu", "cuda"), strict=True):
         usable = f"yes: {winnow.backends()[name]}" if name in winnow.backends() else "no: "
         assert line.startswith(name) and usable in line

@@ -131,8 +131,8 @@ def main_of_program() -> int:
     try:
         try:
             code = main()
-        except SystemExit as exit:  # of argparse
-            code = exit.code
+        except SystemExit as exit:  # of argparse, which gives a number
+            code = int(exit.code or 0)
         sys.stdout.flush()
         return code
     except OSError as error:

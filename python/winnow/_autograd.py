@@ -48,7 +48,7 @@ def _backward_options(run: "Run | AttentionOptions", operator: str) -> dict[str,
 
 def _all_keys(local: Tensor, keys: Keys | None) -> tuple[Tensor, Tensor]:
     """Returns the keys that the operator reads and the keys to save for backward."""
-    if keys is None:
+    if keys is None or keys.gathering is None:
         return local, local
     return keys.values, keys.gathering.to_keep(local, keys.values)
 

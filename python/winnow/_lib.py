@@ -365,7 +365,9 @@ class _Workspace:
     __slots__ = ("allocate", "device", "error", "memory")
 
     def __init__(self, allocate: Callable[[int, Any], Any], device: Any) -> None:
-        self.allocate, self.device, self.error = allocate, device, None
+        self.allocate, self.device = allocate, device
+        self.error: BaseException | None = None
+        self.memory: Any = None
 
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_size_t)
@@ -379,7 +381,7 @@ def _allocate(workspace: _Workspace, size: int) -> int | None:
         return None
 
 
-_ALLOCATE: int = ctypes.cast(_allocate, ctypes.c_void_p).value
+_ALLOCATE = ctypes.cast(_allocate, ctypes.c_void_p).value or 0
 _ADDRESS = struct.Struct("P")
 
 
@@ -388,8 +390,15 @@ def _allocating_execution(
     op: str, backend: str, kernel: str, stream: int, threads: int, deterministic: bool
 ) -> bytes:
     """An Execution without its last field, allocate_context."""
-    fields = {"backend": backend, "kernel": kernel, "stream": stream, "threads": threads}
-    whole = execution(**fields, deterministic=deterministic, allocate=_ALLOCATE, owner=op)
+    whole = execution(
+        backend=backend,
+        kernel=kernel,
+        stream=stream,
+        threads=threads,
+        deterministic=deterministic,
+        allocate=_ALLOCATE,
+        owner=op,
+    )
     return whole[: -_ADDRESS.size]
 
 

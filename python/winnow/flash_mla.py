@@ -82,6 +82,7 @@ def flash_mla_sparse_fwd(
     )
     if out is not None:
         result = out.copy_(result)
+    assert max_logits is not None  # as asked for
     return result, max_logits, torch.where(lse == -math.inf, math.inf, lse)
 
 
@@ -101,9 +102,11 @@ def install() -> bool:
         module = ModuleType(name, "FlashMLA's sparse prefill, served by winnow.flash_mla.")
         # With a spec and a path the module is a package to find_spec and to import.
         module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
-        module.flash_mla_sparse_fwd = flash_mla_sparse_fwd
+        vars(module)["flash_mla_sparse_fwd"] = flash_mla_sparse_fwd
         _installed[name] = module
-    _installed["flash_mla"].flash_mla_interface = _installed["flash_mla.flash_mla_interface"]
+    vars(_installed["flash_mla"])["flash_mla_interface"] = _installed[
+        "flash_mla.flash_mla_interface"
+    ]
     sys.modules.update(_installed)
     return True
 

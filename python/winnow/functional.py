@@ -133,12 +133,12 @@ def index_topk(
     if not with_scores:
         with torch.no_grad():
             k = k if keys is None else keys.values
-            indices, lengths, scores = _ops.index_topk_forward(
+            selected, counts, scores = _ops.index_topk_forward(
                 q, k, *inputs[2:], topk, order, False, **_autograd.forward_options(run)
             )
-        return Selection(indices, scores, lengths, key_rows)
-    indices, lengths, scores = _autograd.IndexTopk.apply(*inputs, topk, order, run, keys)
-    return Selection(indices, scores, lengths, key_rows)
+        return Selection(selected, scores, counts, key_rows)
+    selected, counts, scores = _autograd.IndexTopk.apply(*inputs, topk, order, run, keys)
+    return Selection(selected, scores, counts, key_rows)
 
 
 def sparse_attention(
@@ -283,7 +283,17 @@ def index_target(
         return _index_target(selection, q, kv, lse, sink, target, scale, key_offset, run)
 
 
-def _index_target(selection, q, kv, lse, sink, target, scale, key_offset, run) -> Tensor:
+def _index_target(
+    selection: Selection,
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+    sink: Tensor | None,
+    target: Tensor | None,
+    scale: float,
+    key_offset: int,
+    run: _autograd.Run,
+) -> Tensor:
     inputs = (q, kv, selection.indices, selection.lengths, sink, lse)
     options = _autograd.forward_options(run)
     if target is None:

@@ -41,7 +41,7 @@ class Keys:
         self.local = local  # [rows of this rank, ...]
         self.gathering = None if layout is None else Gathering(layout, regather)
         self._under_way = None if layout is None else layout.gather(local)
-        self._values = None
+        self._values = local  # until the gather is done
 
     @property
     def whole(self) -> Tensor:
@@ -57,9 +57,8 @@ class Keys:
         """The same as `whole`, without gradients."""
         if self.gathering is None:
             return self.local.detach()
-        if self._values is None:
-            self._values = self._under_way.wait()
-            self._under_way = None
+        if self._under_way is not None:
+            self._values, self._under_way = self._under_way.wait(), None
         return self._values
 
 

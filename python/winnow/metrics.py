@@ -97,7 +97,7 @@ def on_rows(
         seen = Selection(keys.masked_fill(~window, -1), None, None)
         attended = (keys + key_offset).masked_fill(~window, -1)
         q_part = q[rows[part]]
-        options = {"scale": scale, "backend": backend}
+        options: dict[str, Any] = {"scale": scale, "backend": backend}
         lse = sparse_attention(q_part, kv, attended, v_dim=8, **options).lse
         target = index_target(seen, q_part, kv, lse, key_offset=key_offset, **options)
         target = _over_heads(target, q.shape[1], head_group)

@@ -69,8 +69,8 @@ def _operator(inputs: str, outputs: str, struct: str | None = None, **constants:
             made = make_outputs(*args)
             fields = dict(zip(parameters, args, strict=False))
             fields.update(made, **constants)
-            results = tuple(made.values())
-            return results[0] if len(results) == 1 else results, fields
+            first, *others = made.values()
+            return (first, *others) if others or first is None else first, fields
 
         def run(
             *args: Any,

@@ -50,9 +50,9 @@ class Ranks:
         texts = mine.new_empty(self.size * _SIGNATURE_BYTES)
         with self.failures_of(f"{function}: the comparison of arguments ({signature})"):
             _all_gather(texts, mine, group=self.group)
-            texts = texts.view(self.size, -1).tolist()
+            of_ranks = texts.view(self.size, -1).tolist()
         said: dict[str, list[int]] = {}
-        for rank, numbers in enumerate(texts):
+        for rank, numbers in enumerate(of_ranks):
             said.setdefault(bytes(numbers).decode(errors="replace").rstrip(), []).append(rank)
         if len(said) > 1:
             each = "; ".join(f"{_name_ranks(ranks)} {text}" for text, ranks in said.items())

@@ -9,6 +9,7 @@ t query row, s key row, h head, d and c channels, j slot of an index list.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,11 @@ def key_windows(
     """
     slots = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded).long()
     lengths = torch.cat([cu_seqlens.long().diff(), torch.zeros(1, dtype=torch.long)])
-    rows = torch.arange(tokens) if query_rows is None else query_rows.long()
+    if query_rows is None:
+        assert tokens is not None, "one of tokens and query_rows must be given"
+        rows = torch.arange(tokens)
+    else:
+        rows = query_rows.long()
 
     inside = (rows >= 0) & (rows < slots[-1])
     document = torch.where(inside, torch.searchsorted(slots, rows, right=True) - 1, len(slots) - 1)
@@ -61,7 +66,10 @@ def window_indices(
     pool_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """indices, lengths: the last `window` rows up to the own one, then pools, of [rows | pools]."""
-    documents = {"cu_seqlens_padded": cu_seqlens_padded, "query_rows": query_rows}
+    documents: dict[str, Any] = {
+        "cu_seqlens_padded": cu_seqlens_padded,
+        "query_rows": query_rows,
+    }
     windows = torch.stack(key_windows(cu_seqlens, tokens, **documents), 1).tolist()
     lists = [list(range(max(b, e - window), e)) for b, e in windows]
     if ratio:
@@ -134,7 +142,8 @@ def sparse_attention(
             sparse_attention(q, kv, i, v_dim=v_dim, scale=scale, sink=sink, lengths=lengths)
             for q, kv, i, lengths in slices
         ]
-        return tuple(torch.stack(x) for x in zip(*outs, strict=True))
+        out, lse, max_logits = (torch.stack(x) for x in zip(*outs, strict=True))
+        return out, lse, max_logits
     if scale is None:
         assert v_dim == kv.shape[1], "latent attention has no default scale"
         scale = kv.shape[1] ** -0.5

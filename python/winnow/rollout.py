@@ -44,7 +44,7 @@ class Replay:
             raise TypeError(f"Replay: packing is a {kind}: must be a Packing")
         self._packing = packing
         lengths = packing.cu_seqlens.cpu().diff().tolist()
-        if isinstance(selections, (list, tuple)):
+        if isinstance(selections, Sequence):
             self._parts = [_checked(f"selections[{i}]", x) for i, x in enumerate(selections)]
             _check_documents(self._parts, lengths)
             given = [len(part) for part in self._parts]

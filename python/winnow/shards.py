@@ -69,8 +69,8 @@ class Shards:
         check_sharding(sharding, multiple)
         documents.check()
         offsets = documents.offsets.tolist()
-        rows, counts = _lib.shard_rows(offsets, tokens, ranks.size, sharding, multiple)
-        rows = torch.frombuffer(rows, dtype=torch.int32) if tokens else torch.empty(0).int()
+        numbers, counts = _lib.shard_rows(offsets, tokens, ranks.size, sharding, multiple)
+        rows = torch.frombuffer(numbers, dtype=torch.int32) if tokens else torch.empty(0).int()
         self.rows = rows.split(counts)  # of every rank
         self.ranks, self.documents, self.tokens = ranks, documents, tokens
         self._multiple = multiple

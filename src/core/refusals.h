@@ -45,6 +45,7 @@ inline constexpr char dlpack_dtype[] =
 inline constexpr char dlpack_device[] =
     "device must be DLPack's CPU (1), CUDA (2) or pinned CUDA memory (3)";
 inline constexpr char dlpack_rank[] = "must have 0 to 4 dimensions";
+inline constexpr char element_count[] = "must have {} elements, as the memory does";
 
 // One argument against another.
 inline constexpr char needs_fp8[] = "must be absent unless q is f8_e4m3";
@@ -103,7 +104,7 @@ inline constexpr char no_workspace[] = "cannot allocate a workspace of {} bytes"
 inline constexpr char no_host_memory[] = "out of host memory";
 
 /// Those that a call can get on every machine, whatever memory it has.
-inline constexpr std::array<const char*, 46> all = {absent,
+inline constexpr std::array<const char*, 47> all = {absent,
                                                     rank,
                                                     rank_of_x,
                                                     dtype,
@@ -135,6 +136,7 @@ inline constexpr std::array<const char*, 46> all = {absent,
                                                     dlpack_dtype,
                                                     dlpack_device,
                                                     dlpack_rank,
+                                                    element_count,
                                                     needs_fp8,
                                                     fp8_needs_scale,
                                                     replay_needs_scores,

@@ -37,6 +37,23 @@ Tensor tensor(void* data, DType dtype, std::initializer_list<std::int64_t> shape
   return view;
 }
 
+Tensor tensor_of(void* data, std::size_t elements, DType dtype,
+                 std::initializer_list<std::int64_t> shape) {
+  const Tensor view = tensor(data, dtype, shape);
+  std::size_t product = 1;
+  bool valid = true;
+  for (const std::int64_t size : shape) {
+    valid = valid && size >= 0 &&
+            !__builtin_mul_overflow(product, static_cast<std::size_t>(size), &product);
+  }
+  if (valid && product == elements) return view;
+  return with_memory_errors("tensor_of", [&]() -> Tensor {
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("tensor_of: shape [{}]: {}", fmt::join(shape, ", "),
+                            fmt::format(refusal::element_count, elements)));
+  });
+}
+
 std::int64_t element_bytes(DType dtype) {
   switch (dtype) {
     case DType::f64:

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The communicator over MPI: non-blocking collectives on host memory, polled until a time-out.
+#include "winnow/mpi.h"
+
 #include <cstddef>
 #include <cstring>
 #include <limits>
@@ -19,7 +21,6 @@
 #include "parallel/agreement.h"
 #include "parallel/device.h"
 #include "winnow/error.h"
-#include "winnow/parallel.h"
 
 namespace winnow {
 namespace {
