@@ -336,7 +336,7 @@ class TestIndexLoss:
             assert_near(loss, exact)
             counted = winnow.index_loss(selection, q, kv, lse, **options, with_count=True)
             assert_equal(counted.loss, loss)
-            assert int(counted.count) == counts
+            assert int(counted.rows) == counts
         gradients = backward([loss], [torch.ones_like(loss)], inputs)
         exact = backward([expected["mean"]], [torch.ones(())], oracle)
         for a, b in zip(gradients, exact, strict=True):

@@ -50,7 +50,7 @@ def check_selected_keys(
 
 def rows_of(local: Tensor, keys: Keys | None = None) -> int:
     """The number of keys, those of all ranks included."""
-    if keys is not None:
+    if keys is not None and keys.gathering is not None:
         return keys.gathering.layout.size
     return local.shape[-2] if local.dim() > 1 else local.numel()
 

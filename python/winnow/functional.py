@@ -188,8 +188,11 @@ def sparse_attention(
             raise ValueError("sparse_attention: lengths: must be absent, the selection has its own")
         if isinstance(indices, Selection):
             check_selected_keys("sparse_attention", indices, rows_of(kv, keys), exact=True)
-        indices, lengths = indices.indices, indices.lengths
-    indices = tensor("sparse_attention", "indices", indices)
+        given: Array = indices.indices
+        lengths = indices.lengths
+    else:
+        given = indices
+    indices = tensor("sparse_attention", "indices", given)
     sink = optional_tensor("sparse_attention", "sink", sink)
     lengths = optional_tensor("sparse_attention", "lengths", lengths)
     if v_dim is None:
@@ -301,7 +304,7 @@ def _index_target(
     return _ops.index_target_added(*inputs, target, scale, key_offset, **options)
 
 
-@overload
+@overload  # short, since the function says its arguments
 def index_loss(*args: Any, with_count: Literal[True], **options: Any) -> CountedLoss: ...
 
 
@@ -309,7 +312,7 @@ def index_loss(*args: Any, with_count: Literal[True], **options: Any) -> Counted
 def index_loss(*args: Any, **options: Any) -> Tensor: ...
 
 
-def index_loss(
+def index_loss(  # type: ignore[misc]
     selection: Selection,
     q: Array,
     kv: Array | Keys,
@@ -375,7 +378,7 @@ def index_loss(
     return _reduced(loss, reduction, with_count, rows_that_count)
 
 
-@overload
+@overload  # short, since the function says its arguments
 def dense_index_loss(*args: Any, with_count: Literal[True], **options: Any) -> CountedLoss: ...
 
 
@@ -383,7 +386,7 @@ def dense_index_loss(*args: Any, with_count: Literal[True], **options: Any) -> C
 def dense_index_loss(*args: Any, **options: Any) -> Tensor: ...
 
 
-def dense_index_loss(
+def dense_index_loss(  # type: ignore[misc]
     q: Array,
     kv: Array | Keys,
     index_q: Array,
@@ -472,12 +475,14 @@ def dense_index_loss(
 def _reduced(
     loss: Tensor, reduction: str, with_count: bool, rows_that_count: Callable[[], Tensor]
 ) -> Tensor | CountedLoss:
-    count = rows_that_count().sum() if with_count or reduction == "mean" else None
     if reduction != "none":
         loss = loss.sum()
+    if reduction != "mean" and not with_count:
+        return loss
+    rows = rows_that_count().sum()
     if reduction == "mean":
-        loss = loss / count.clamp(min=1)
-    return CountedLoss(loss, count) if with_count else loss
+        loss = loss / rows.clamp(min=1)
+    return CountedLoss(loss, rows) if with_count else loss
 
 
 def window_indices(

@@ -71,7 +71,7 @@ def _svg(figure, name: str, title: str, description: str) -> str:
     return re.sub(r"<svg([^>]*)>", rf"<svg\1 {labels}>\n{head}", text, count=1)
 
 
-def _plain(value: float, _: int | None = None) -> str:
+def _plain(value: float, _: float | None = None) -> str:
     """Three digits, without powers of ten."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 

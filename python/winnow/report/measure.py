@@ -191,7 +191,7 @@ def _peak_bytes(run: Callable[[], None], device: str) -> int | None:
 
 def _resident(name: str) -> int:
     status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) << 10
+    return int(re.findall(rf"{name}:\s+(\d+) kB", status)[0]) << 10
 
 
 def _processor() -> str:
