@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // winnow bench: how fast the calls of operators are, beside the machine's own matrix product.
 #include <algorithm>
-#include <cerrno>
-#include <fstream>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -18,7 +15,10 @@
 #include "harness/backends.h"
 #include "harness/families.h"
 #include "tools/commands.h"
+#include "tools/help.h"
+#include "tools/json_document.h"
 #include "tools/matrix_product.h"
+#include "tools/output_file.h"
 #include "tools/plan/rate_benches.h"
 #include "tools/table.h"
 #include "tools/text.h"
@@ -278,8 +278,7 @@ nlohmann::ordered_json json_of(const Results& results, const Options& options) {
                {"what", results.product->what}};
   if (results.product && results.one_thread_product)
     product["one_thread_flops_per_second"] = results.one_thread_product->flops_per_second;
-  return {{"version", version()},
-          {"backend", name(results.execution.backend)},
+  return {{"backend", name(results.execution.backend)},
           {"runs_on", describe(results.execution.backend)},
           {"threads", thread_count(results.execution)},
           {"slots", options.slots},
@@ -287,35 +286,6 @@ nlohmann::ordered_json json_of(const Results& results, const Options& options) {
           {"matrix_product", std::move(product)},
           {"measured", std::move(measured)}};
 }
-
-/// A file that is written at the end; it is opened before anything is measured.
-class OutputFile {
- public:
-  /// An empty path opens no file.
-  explicit OutputFile(std::string path) : path_(std::move(path)) {
-    if (path_.empty()) return;
-    stream_.open(path_);
-    check();
-  }
-  bool is_open() const { return stream_.is_open(); }
-  void write(const std::string& text) { stream_ << text; }
-  /// Throws if something of the text was not written.
-  void close() {
-    if (!is_open()) return;
-    stream_.close();
-    check();
-  }
-
- private:
-  void check() const {
-    if (!stream_)
-      throw std::runtime_error(
-          fmt::format("cannot write '{}': {}", path_, std::generic_category().message(errno)));
-  }
-
-  std::string path_;
-  std::ofstream stream_;
-};
 
 void bench(const Options& options) {
   const Backend backend = backend_word(options.backend);
@@ -335,9 +305,9 @@ void bench(const Options& options) {
     rates_file.write(rates_text(
         plan::measured_rates(options.rates_file, execution, results.product, results.measured)));
   const bool json = options.json->count() > 0;
-  if (file.is_open()) file.write(json_of(results, options).dump(2) + '\n');
+  if (file.is_open()) file.write(json_text("bench", json_of(results, options)));
   if (json && !file.is_open())
-    fmt::print("{}\n", json_of(results, options).dump(2));
+    print_json("bench", json_of(results, options));
   else
     print_text(results);
   file.close();
@@ -411,6 +381,9 @@ void add_bench(CLI::App& app, int&) {
                                            "Time what plan needs, and write it for plan --rates.");
   rates->option_text("FILE");
   for (CLI::Option* each : others) rates->excludes(each);
+  add_examples(*command,
+               {"bench", "bench sparse_attention --case glm-5.2 --backend cpu --forward",
+                "bench index_topk --keys 32768 --json bench.json", "bench --rates rates.json"});
   command->callback([options] { bench(*options); });
 }
 

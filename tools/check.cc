@@ -14,8 +14,11 @@
 #include "harness/backends.h"
 #include "harness/families.h"
 #include "tools/commands.h"
+#include "tools/help.h"
+#include "tools/json_document.h"
 #include "tools/progress.h"
 #include "tools/report_json.h"
+#include "tools/terminal.h"
 #include "tools/text.h"
 #include "tools/whole_number.h"
 #include "tools/words.h"
@@ -130,7 +133,8 @@ int check(const Options& options) {
       for (const harness::Report& report : reports) {
         counts.add(report);
         const bool ambiguous = kernels.size() > 1 && !report.kernel.empty();
-        text += fmt::format("  {}{}\n", line(report), ambiguous ? "  by " + report.kernel : "");
+        text += fmt::format("  {}{}\n", coloured_line(report),
+                            ambiguous ? "  by " + report.kernel : "");
         lines.push_back(json_of(report));
       }
       if (!options.json) progress.print(text);
@@ -143,11 +147,11 @@ int check(const Options& options) {
   }
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   if (options.json) {
-    const nlohmann::ordered_json all{{"version", version()},        {"seed", options.seed},
-                                     {"checks", std::move(checks)}, {"compared", counts.compared},
-                                     {"failed", counts.failed},     {"skipped", counts.skipped},
-                                     {"seconds", elapsed.count()},  {"ok", counts.failed == 0}};
-    fmt::print("{}\n", all.dump(2));
+    const nlohmann::ordered_json all{{"seed", options.seed},        {"checks", std::move(checks)},
+                                     {"compared", counts.compared}, {"failed", counts.failed},
+                                     {"skipped", counts.skipped},   {"seconds", elapsed.count()},
+                                     {"ok", counts.failed == 0}};
+    print_json("check", all);
   } else {
     fmt::print("\n{} {}: {} tensors compared, {} failed, {} skipped, {}\n", tasks.size(),
                tasks.size() == 1 ? "check" : "checks", counts.compared, counts.failed,
@@ -172,6 +176,8 @@ void add_check(CLI::App& app, int& exit_code) {
                           ") or an awkward case; a bad word lists all. Default: all quick ones.");
   command->add_option("--seed", options->seed, "Of all inputs. Default: 1.")->transform(any_seed());
   command->add_flag("--json", options->json, "Print JSON.");
+  add_examples(*command, {"check", "check sparse_attention --backend cpu",
+                          "check index_topk --case glm-5.2 --json"});
   command->callback([options, &exit_code] { exit_code = check(*options); });
 }
 

@@ -11,5 +11,7 @@ void add_check(CLI::App& app, int& exit_code);
 void add_run(CLI::App& app, int& exit_code);
 void add_bench(CLI::App& app, int& exit_code);
 void add_plan(CLI::App& app, int& exit_code);
+void add_compare(CLI::App& app, int& exit_code);
+void add_completion(CLI::App& app, int& exit_code);
 
 }  // namespace winnow::tools

@@ -2,6 +2,7 @@
 // HelpFormatter: help texts in lines of at most 100 columns.
 #pragma once
 
+#include <initializer_list>
 #include <sstream>
 #include <string>
 
@@ -42,5 +43,12 @@ class HelpFormatter : public CLI::Formatter {
     return result;
   }
 };
+
+/// Ends the help of a command with lines that can be typed; each is what follows "winnow".
+inline void add_examples(CLI::App& command, std::initializer_list<const char*> examples) {
+  std::string text = "Examples:";
+  for (const char* const example : examples) text += std::string("\n  winnow ") + example;
+  command.footer(text);
+}
 
 }  // namespace winnow::tools

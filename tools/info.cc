@@ -17,6 +17,8 @@
 #include "harness/families.h"
 #include "harness/kernel_choice.h"
 #include "tools/commands.h"
+#include "tools/help.h"
+#include "tools/json_document.h"
 #include "tools/table.h"
 #include "tools/text.h"
 #include "tools/words.h"
@@ -95,11 +97,8 @@ void print_json() {
       of_backend[std::string(name(backend))] = kernels<Args>(backend);
     operators.push_back({{"name", Args::kOperator}, {"kernels", std::move(of_backend)}});
   });
-  const Json all{{"version", version()},
-                 {"backends", backends},
-                 {"devices", devices},
-                 {"operators", operators}};
-  fmt::print("{}\n", all.dump(2));
+  const Json all{{"backends", backends}, {"devices", devices}, {"operators", operators}};
+  tools::print_json("info", all);
 }
 
 // ---- The kernels of one operator's calls.
@@ -176,12 +175,11 @@ void print_choices_json(const Options& options, const Choices& choices) {
                      {"kernel", chosen == nullptr ? Json() : Json(chosen->kernel)},
                      {"candidates", std::move(candidates)}});
   }
-  const Json all{{"version", version()},
-                 {"op", options.op},
+  const Json all{{"op", options.op},
                  {"case", choices.c.name},
                  {"device", device_name(choices)},
                  {"calls", calls}};
-  fmt::print("{}\n", all.dump(2));
+  tools::print_json("info", all);
 }
 
 void info(const Options& options) {
@@ -207,6 +205,8 @@ void add_info(CLI::App& app, int&) {
                        ", which must run it. Default: any, with tensors for the fastest here.")
       ->needs(op);
   command->add_flag("--json", options->json, "Print JSON.");
+  add_examples(*command,
+               {"info", "info sparse_attention", "info index_topk --case glm-5.2 --json"});
   command->callback([options] { info(*options); });
 }
 

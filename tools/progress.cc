@@ -6,9 +6,10 @@
 #include <cstdio>
 
 #include <fmt/format.h>
-#include <unistd.h>
 
+#include "tools/interrupt.h"
 #include "tools/output.h"
+#include "tools/terminal.h"
 
 namespace winnow::tools {
 namespace {
@@ -27,7 +28,7 @@ void show(const std::string& text) {
 }  // namespace
 
 Progress::Progress(double total) : total_(total) {
-  if (isatty(STDERR_FILENO) == 0) return;
+  if (!can_redraw_stderr()) return;
   thread_ = std::jthread([this](const std::stop_token& stop) {
     std::unique_lock lock(mutex_);
     while (!stop.stop_requested()) {
@@ -45,8 +46,10 @@ Progress::~Progress() {
 }
 
 void Progress::begin(std::string_view what, double work) {
+  stop_if_interrupted();
   const std::lock_guard lock(mutex_);
   done_ += work_;
+  if (work_ > 0) part_start_ = std::chrono::steady_clock::now();
   work_ = work;
   what_ = what;
 }
@@ -64,9 +67,19 @@ void Progress::draw() {
   const double share = total_ > 0 ? std::clamp(done_ / total_, 0.0, 1.0) : 0;
   const int filled = static_cast<int>(share * kBarWidth);
   // Short enough for a line of 80.
-  show(fmt::format("{}[{:#<{}}{:.<{}}] {:3.0f}%  {:.0f} s  {:.42}", kEraseLine, "", filled, "",
-                   kBarWidth - filled, 100 * share, elapsed.count(), what_));
+  show(fmt::format("{}[{:#<{}}{:.<{}}] {:3.0f}%  {:.0f} s{}  {:.28}", kEraseLine, "", filled, "",
+                   kBarWidth - filled, 100 * share, elapsed.count(), time_left(), what_));
   drawn_ = true;
+}
+
+/// By the speed of the parts that are done; nothing while none is.
+std::string Progress::time_left() const {
+  using Seconds = std::chrono::duration<double>;
+  if (done_ <= 0) return {};
+  const double spent = Seconds(part_start_ - start_).count();
+  const double in_part = Seconds(std::chrono::steady_clock::now() - part_start_).count();
+  const double left = spent * (total_ - done_) / done_ - in_part;
+  return fmt::format(", {:.0f} s left", std::max(left, 0.0));
 }
 
 void Progress::erase() {

@@ -13,10 +13,12 @@
 
 #include "harness/backends.h"
 #include "harness/rank_step.h"
+#include "tools/json_document.h"
 #include "tools/mpi_job.h"
 #include "tools/output.h"
 #include "tools/report_json.h"
 #include "tools/table.h"
+#include "tools/terminal.h"
 #include "tools/text.h"
 #include "tools/timing.h"
 #include "tools/words.h"
@@ -137,7 +139,7 @@ void print_text(const RankRun& request, const Outcome& outcome) {
              table.text(), outcome.imbalance(), seconds_text(outcome.alone_seconds));
 
   fmt::print("difference from one rank\n");
-  for (const harness::Report& report : outcome.reports) fmt::print("{}\n", line(report));
+  for (const harness::Report& report : outcome.reports) fmt::print("{}\n", coloured_line(report));
   if (outcome.failed() == 0)
     fmt::print("all {} within their limits\n", outcome.reports.size());
   else
@@ -158,8 +160,7 @@ void print_json(const RankRun& request, const Outcome& outcome) {
                      {"scatter_seconds", rank.scatter}});
   Json errors = Json::array();
   for (const harness::Report& report : outcome.reports) errors.push_back(json_of(report));
-  const Json all{{"version", version()},
-                 {"backend", winnow::name(request.execution.backend)},
+  const Json all{{"backend", winnow::name(request.execution.backend)},
                  {"runs_on", describe(request.execution.backend)},
                  {"case", request.c.name},
                  {"rows", request.c.rows},
@@ -170,7 +171,7 @@ void print_json(const RankRun& request, const Outcome& outcome) {
                  {"alone_seconds", outcome.alone_seconds},
                  {"errors", errors},
                  {"ok", outcome.failed() == 0}};
-  fmt::print("{}\n", all.dump(2));
+  tools::print_json("run", all);
   flush_output();
 }
 

@@ -12,10 +12,13 @@
 
 #include "harness/training_step.h"
 #include "tools/commands.h"
+#include "tools/help.h"
+#include "tools/json_document.h"
 #include "tools/output.h"
 #include "tools/rank_run.h"
 #include "tools/report_json.h"
 #include "tools/table.h"
+#include "tools/terminal.h"
 #include "tools/text.h"
 #include "tools/timed_step.h"
 #include "tools/whole_number.h"
@@ -109,7 +112,7 @@ void print_text(const harness::Case& c, const StepResult& result) {
 
   fmt::print("error against the reference in double ({} of {} queries; sums: {} of {} keys)\n",
              result.compared_rows, c.tokens, result.compared_keys, c.keys());
-  for (const harness::Report& report : result.reports) fmt::print("{}\n", line(report));
+  for (const harness::Report& report : result.reports) fmt::print("{}\n", coloured_line(report));
   if (result.failed() == 0)
     fmt::print("all {} within their limits\n", result.reports.size());
   else
@@ -136,8 +139,7 @@ void print_json(const harness::Case& c, const Options& options, Backend backend,
                       {"dense_bytes", use.dense_bytes}});
   Json errors = Json::array();
   for (const harness::Report& report : result.reports) errors.push_back(json_of(report));
-  const Json all{{"version", version()},
-                 {"backend", name(backend)},
+  const Json all{{"backend", name(backend)},
                  {"runs_on", describe(backend)},
                  {"case", c.name},
                  {"rows", c.rows},
@@ -151,7 +153,7 @@ void print_json(const harness::Case& c, const Options& options, Backend backend,
                  {"compared_keys", result.compared_keys},
                  {"errors", errors},
                  {"ok", result.failed() == 0}};
-  fmt::print("{}\n", all.dump(2));
+  tools::print_json("run", all);
 }
 
 Execution execution_of(const Options& options) {
@@ -224,6 +226,8 @@ void add_run(CLI::App& app, int& exit_code) {
                    "How ranks share the rows: contiguous, or zigzag, which gives them equal work. "
                    "Default: zigzag.")
       ->needs(ranks);
+  add_examples(*command,
+               {"run", "run --backend cpu --tokens 2048", "run --case deepseek-v4-flash --json"});
   command->callback([options, &exit_code] { exit_code = run(*options); });
 }
 

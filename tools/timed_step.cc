@@ -9,6 +9,7 @@
 #include "harness/calls.h"
 #include "harness/training_step.h"
 #include "tools/progress.h"
+#include "tools/spread.h"
 #include "tools/step_check.h"
 #include "tools/timing.h"
 
@@ -23,15 +24,6 @@ constexpr std::int64_t kComparedKeys = 8;
 // Of the progress bar, beside 1 for the step itself.
 constexpr double kInputsShare = 0.05;
 constexpr double kCheckShare = 0.5;
-
-/// At most `count` numbers below n, evenly spread from 0 to n - 1.
-harness::Rows spread(std::int64_t n, std::int64_t count) {
-  harness::Rows numbers;
-  count = std::min(n, count);
-  for (std::int64_t i = 0; i < count; ++i)
-    numbers.push_back(i * (n - 1) / std::max<std::int64_t>(count - 1, 1));
-  return numbers;
-}
 
 double bytes_of(const harness::Buffer& buffer) {
   const Tensor& tensor = buffer.tensor();

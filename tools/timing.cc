@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "harness/device_product.h"
+#include "tools/interrupt.h"
 
 namespace winnow::tools {
 namespace {
@@ -28,6 +29,7 @@ std::vector<double> host_samples(int repeats, const std::function<void()>& call)
       static_cast<int>(std::clamp(std::ceil(kLeastSampleSeconds / warm_up), 1.0, kMostCalls));
   std::vector<double> samples(repeats);
   for (double& sample : samples) {
+    stop_if_interrupted();
     sample = time_on_host([&] {
       for (int i = 0; i < calls; ++i) call();
     });
@@ -41,6 +43,7 @@ std::vector<double> device_samples(Device device, int repeats, const std::functi
   call();
   std::vector<double> samples(repeats);
   for (double& sample : samples) {
+    stop_if_interrupted();
     harness::flush_device_cache(device);
     sample = harness::time_on_device(device, call);
   }

@@ -20,7 +20,7 @@ double time_once(Device device, const std::function<void()>& call);
 
 /// Warms up with one call, then times `repeats` samples. On the CPU a sample of a call that is over
 /// in less than some milliseconds is a row of calls; on a CUDA device each sample starts with a
-/// cold cache.
+/// cold cache. Throws Interrupted after Ctrl-C.
 Timing measure(Device device, int repeats, const std::function<void()>& call);
 
 }  // namespace winnow::tools

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The program: info, check, run, bench, plan.
+// The program: info, check, run, bench, plan, compare, completion.
 #include "winnow/winnow.h"
 
 #include <csignal>
@@ -16,6 +16,7 @@
 
 #include "tools/commands.h"
 #include "tools/help.h"
+#include "tools/interrupt.h"
 #include "tools/output.h"
 
 namespace {
@@ -24,13 +25,19 @@ using winnow::tools::complain;
 
 constexpr int kFailed = 1;
 constexpr int kBadWord = 2;
+constexpr int kInterrupted = 128 + SIGINT;
 constexpr int kReaderGone = 128 + SIGPIPE;  // what a shell reports of a program that SIGPIPE ended
 constexpr char kExitCodes[] =
-    "Exit code 0: all is well. 1: something failed, or the output could not be written. 2: a word "
-    "of\n"
-    "the command line is wrong, or there is no command. 141: the reader of the output has gone, "
-    "as\n"
-    "head does; then nothing is said.";
+    R"(Exit code 0: all is well. 1: something failed, or the output could not be written. 2: a word of
+the command line is wrong, or there is no command. 130: Ctrl-C; no file is left half written. 141:
+the reader of the output has gone, as head does; then nothing is said.)";
+
+std::string names_of_commands(const CLI::App& app) {
+  std::string names;
+  for (const CLI::App* const command : app.get_subcommands({}))
+    names += (names.empty() ? "" : ", ") + command->get_name();
+  return names;
+}
 
 int run(int argc, char** argv) {
   int exit_code = 0;
@@ -45,6 +52,8 @@ int run(int argc, char** argv) {
   winnow::tools::add_run(app, exit_code);
   winnow::tools::add_bench(app, exit_code);
   winnow::tools::add_plan(app, exit_code);
+  winnow::tools::add_compare(app, exit_code);
+  winnow::tools::add_completion(app, exit_code);
   if (argc == 1) {
     std::fputs(app.help().c_str(), stderr);
     return kBadWord;
@@ -59,8 +68,7 @@ int run(int argc, char** argv) {
       return 0;
     }
     const bool no_command = app.get_subcommands().empty();
-    complain(no_command ? "no such command: there are info, check, run, bench and plan"
-                        : error.what());
+    complain(no_command ? "no such command: there are " + names_of_commands(app) : error.what());
     return kBadWord;
   }
   return exit_code;
@@ -75,10 +83,13 @@ int failed(const std::exception& error, int exit_code) {
 
 int main(int argc, char** argv) {
   winnow::tools::fill_closed_streams();
+  winnow::tools::watch_for_interrupts();
   try {
     const int exit_code = run(argc, argv);
     winnow::tools::flush_output();
     return exit_code;
+  } catch (const winnow::tools::Interrupted& error) {
+    return failed(error, kInterrupted);
   } catch (const std::invalid_argument& error) {
     return failed(error, kBadWord);
   } catch (const std::system_error& error) {

@@ -49,15 +49,19 @@ constexpr std::array<std::pair<std::string_view, Sharding>, 2> kShardings{{
   throw std::invalid_argument(fmt::format("no {} '{}': there are {}", what, word, join(allowed)));
 }
 
+template <class Words>
+std::vector<std::string_view> names_of(const Words& words) {
+  std::vector<std::string_view> names;
+  for (const auto& [name, value] : words) names.push_back(name);
+  return names;
+}
+
 /// The value that `word` names in a table of words and values.
 template <class Words>
 auto value_of(std::string_view what, const std::string& word, const Words& words) {
-  std::vector<std::string_view> names;
-  for (const auto& [name, value] : words) {
+  for (const auto& [name, value] : words)
     if (name == word) return value;
-    names.push_back(name);
-  }
-  refuse(what, word, names);
+  refuse(what, word, names_of(words));
 }
 
 void add_new(std::vector<std::string_view>& names, const std::vector<std::string_view>& more) {
@@ -152,11 +156,9 @@ harness::Slots slots_word(const std::string& word) {
 harness::ScorePattern score_pattern_word(const std::string& word) {
   return value_of("data of the indexer", word, kScorePatterns);
 }
-std::vector<std::string_view> score_pattern_names() {
-  std::vector<std::string_view> names;
-  for (const auto& [name, pattern] : kScorePatterns) names.push_back(name);
-  return names;
-}
+std::vector<std::string_view> score_pattern_names() { return names_of(kScorePatterns); }
+std::vector<std::string_view> slots_names() { return names_of(kSlots); }
+std::vector<std::string_view> sharding_names() { return names_of(kShardings); }
 
 Sharding sharding_word(const std::string& word) { return value_of("sharding", word, kShardings); }
 

@@ -37,9 +37,11 @@ const char* kernel_word(const std::string& word, const std::vector<std::string_v
 /// A case with a model's own geometry.
 const harness::Case& model_word(const std::string& word);
 harness::Slots slots_word(const std::string& word);
+std::vector<std::string_view> slots_names();
 harness::ScorePattern score_pattern_word(const std::string& word);
 std::vector<std::string_view> score_pattern_names();
 Sharding sharding_word(const std::string& word);
+std::vector<std::string_view> sharding_names();
 std::string_view name(Sharding sharding);
 
 /// The kernels that these operators have on a backend, each once.

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs winnow and python -m winnow: output that is lost, and words that are numbers."""
+"""The programs winnow and python -m winnow: output that is lost, words that are numbers, JSON,
+completion, terminals and Ctrl-C."""
 
+import json
 import os
+import pty
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +27,8 @@ COMMANDS = {
     "run": "run --tokens 16 --query-rows 1 --backend cpu",
     "run_json": "run --tokens 16 --query-rows 1 --backend cpu --json",
     "plan": "plan --model glm-5.2 --tokens 4096 --ranks 2",
+    "compare_format": "compare --format",
+    "completion": "completion bash",
 }
 BENCH = "bench key_windows --backend cpu --tokens 8 --keys 64 --repeat 3"
 READER_GONE = 141
@@ -129,6 +137,213 @@ def test_a_bad_number_is_told_as_such(words, sentence):
 def test_seeds_are_decimal(seed, meant):
     ran = tool(f"check key_windows --case glm-5.2 --backend cpu --json --seed {seed}")
     assert f'"seed": {meant},' in ran.stdout, ran.stderr
+
+
+# ---- JSON: the members that docs/tool.md promises.
+
+RUN = COMMANDS["run"]
+MEMBERS = {
+    "info": "backends devices operators",
+    "info key_windows": "op case device calls",
+    COMMANDS["check"]: "seed checks compared failed skipped seconds ok",
+    RUN: "backend runs_on case rows documents query_rows seed stages mean_index_loss memory "
+    "compared_query_rows compared_keys errors ok",
+    BENCH: "backend runs_on threads slots data matrix_product measured",
+    COMMANDS["plan"]: "plans",
+    "compare --format": "operators",
+}
+
+
+@pytest.mark.parametrize("command", MEMBERS)
+def test_json_states_its_schema_and_keeps_it(command, no_matrix_product):
+    ran = tool(f"{command} --json")
+    assert ran.returncode == 0 and not ran.stderr
+    said = json.loads(ran.stdout)
+    assert list(said)[:3] == ["schema", "command", "version"]
+    assert (said["schema"], said["command"]) == (1, command.split()[0])
+    assert said["version"] == _lib.__version__
+    promised = MEMBERS[command].split()
+    assert set(promised) <= set(said), f"docs/tool.md promises {promised}"
+    page = (Path(__file__).parents[2] / "docs" / "tool.md").read_text()
+    assert all(f"`{member}`" in page for member in said), "docs/tool.md lists every member"
+
+
+def test_a_file_of_json_is_written_whole_or_not_at_all(tmp_path, no_matrix_product):
+    file = tmp_path / "bench.json"
+    file.write_text("before")
+    assert shell('"$@" > /dev/full', TOOL, *BENCH.split(), "--json", file)[0] == 1
+    assert json.loads(file.read_text())["command"] == "bench"
+    assert [path.name for path in tmp_path.glob("bench*")] == ["bench.json"]
+
+
+def test_the_page_lists_the_file_format_of_compare():
+    page = (Path(__file__).parents[2] / "docs" / "tool.md").read_text()
+    for operator in json.loads(tool("compare --format --json").stdout)["operators"]:
+        rows = [
+            f"| {field['name']} | {field['role']} | {field['value']} |"
+            for field in operator["fields"]
+        ]
+        assert "\n".join([f"### {operator['name']}", "", *FORMAT_HEAD, *rows, ""]) in page
+
+
+FORMAT_HEAD = ("| name | | shape or value |", "|---|---|---|")
+
+
+# ---- Completion and help.
+
+
+def completed(*words: str) -> set[str]:
+    """What bash offers for the last of the words."""
+    script = """
+        source <("$1" completion bash)
+        complete -p winnow | grep -q -- '-F _winnow winnow' || exit 1
+        shift
+        COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+        _winnow && printf '%s\\n' "${COMPREPLY[@]}"
+    """
+    ran = subprocess.run(
+        ["bash", "-c", script, "bash", TOOL, *words], capture_output=True, text=True
+    )
+    assert ran.returncode == 0 and not ran.stderr, ran.stderr
+    return set(ran.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "words, offered",
+    [
+        (["ch"], {"check"}),
+        (["co"], {"compare", "completion"}),
+        (["completion", ""], {"bash", "zsh", "fish", "--help"}),
+        (["check", "--backend", ""], {"reference", "cpu", "cuda"}),
+        (["check", "--b"], {"--backend"}),
+        (["check", "sparse"], {"sparse_attention"}),
+        (["run", "--case", "glm"], {"glm-5.2"}),
+        (["run", "--seed", ""], set()),
+        (["bench", "--data", "smooth10"], {"smooth10", "smooth1000"}),
+        (["plan", "--sharding", ""], {"contiguous", "zigzag"}),
+        (["plan", "--gpu", ""], {"h200"}),
+    ],
+)
+def test_bash_completes(words, offered):
+    assert completed("winnow", *words) == offered
+
+
+def test_bash_completes_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.safetensors").touch()
+    assert completed("winnow", "compare", "jo") == {"job.safetensors"}
+    assert "job.safetensors" in completed("winnow", "bench", "--json", "")
+
+
+@pytest.mark.parametrize("shell_name, word", [("zsh", "#compdef winnow"), ("fish", "-l backend")])
+def test_other_shells_get_scripts(shell_name, word):
+    script = tool(f"completion {shell_name}").stdout
+    assert word in script and "sparse_attention" in script
+
+
+def test_an_unknown_shell_is_refused():
+    ran = tool("completion csh")
+    told = "winnow: no shell 'csh': there are bash, zsh, fish\n"
+    assert (ran.returncode, ran.stderr) == (2, told)
+
+
+def commands() -> list[str]:
+    return re.findall(r"^  ([a-z]+) +[A-Z]", tool("--help").stdout, re.MULTILINE)
+
+
+def test_every_command_has_examples_that_its_parser_takes():
+    assert {"info", "compare", "completion"} <= set(commands())
+    for command in commands():
+        text = tool(f"{command} --help").stdout
+        examples = re.findall(rf"^  winnow ({command}\b.*)$", text, re.MULTILINE)
+        assert examples, text
+        for example in examples:
+            # --help comes first, so that nothing runs once the words have been read.
+            words = example.split(" >")[0].split()
+            assert tool(" ".join([*words, "--help"])).returncode == 0, example
+
+
+# ---- Terminals.
+
+
+def on_terminal(words: str, until: str = "", **environment: str) -> tuple[int, str]:
+    """The exit code and the output of the program, with stdout and stderr on a terminal; Ctrl-C is
+    typed once it has written `until`."""
+    main, side = pty.openpty()
+    variables = {**os.environ, "TERM": "xterm", **environment}
+    with subprocess.Popen(
+        [TOOL, *words.split()], stdin=side, stdout=side, stderr=side, env=variables
+    ) as process:
+        os.close(side)
+        text = ""
+        while read := read_terminal(main):
+            text += read
+            if until and until in text:
+                process.send_signal(signal.SIGINT)
+                until = ""
+    os.close(main)
+    return process.returncode, text
+
+
+def read_terminal(terminal: int) -> str:
+    try:
+        return os.read(terminal, 4096).decode(errors="replace").replace("\r\n", "\n")
+    except OSError:  # the other side has been closed
+        return ""
+
+
+CHECK = "check key_windows --case glm-5.2 --backend cpu"
+
+
+def test_verdicts_are_coloured_on_a_terminal_alone():
+    assert "\033[32mok\033[0m" in on_terminal(CHECK)[1]
+    assert "\033" not in tool(CHECK).stdout
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_colours_can_be_declined(environment):
+    code, text = on_terminal(CHECK, **environment)
+    assert code == 0 and " ok" in text and "\033" not in text
+
+
+def test_ctrl_c_ends_a_bar_and_the_program():
+    code, text = on_terminal(
+        "run --backend reference --tokens 4096 --query-rows 64", until="%  1 s"
+    )
+    assert code == 130
+    assert "winnow: ends after this call; Ctrl-C again ends it now\n" in text
+    assert text.endswith("winnow: interrupted\n")
+
+
+def test_a_second_ctrl_c_ends_the_program_at_once():
+    long_call = "run --backend reference --tokens 4096 --query-rows 512"
+    with subprocess.Popen([TOOL, *long_call.split()], stdout=subprocess.PIPE) as process:
+        process.stdout.read(1)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=2) == -signal.SIGINT
+
+
+def test_ctrl_c_leaves_no_half_of_a_file(tmp_path, no_matrix_product):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    words = f"bench key_windows --backend cpu --repeat 1000 --json {folder / 'bench.json'}"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([TOOL, *words.split()], **pipes) as process:
+        while not list(folder.iterdir()):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, told = process.communicate()
+    assert process.returncode == 130 and not out and told.endswith(b"winnow: interrupted\n")
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.slow
+def test_the_bar_says_what_time_is_left():
+    _, text = on_terminal("check --backend cpu index_topk")
+    assert re.search(r"%  \d+ s, \d+ s left  index_topk", text)
 
 
 def ended(words: str, stdout: int | None) -> int:

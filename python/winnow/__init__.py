@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:  # without torch only winnow._lib is usable
     from winnow import automodel, flash_mla, functional, megatron, metrics, reference, rollout
+    from winnow._dump import dump, dump_call
     from winnow._lib import backends
     from winnow.checkpointing import keep_selections
     from winnow.functional import *  # noqa: F403
@@ -29,6 +30,8 @@ if importlib.util.find_spec("torch") is not None:  # without torch only winnow._
         "Windows",
         "automodel",
         "backends",
+        "dump",
+        "dump_call",
         "explain",
         "flash_mla",
         "gather_keys",

@@ -2,7 +2,7 @@
 """What runs here, how exactly, how fast.
 
 Exit code 0: all is well; 1: something failed, or the output could not be written; 2: a word of the
-command line is wrong, or there is no command; 141: the reader of the output has gone.
+command line is wrong, or there is no command; 130: Ctrl-C; 141: the reader of the output has gone.
 """
 
 import argparse
@@ -135,6 +135,9 @@ def main_of_program() -> int:
             code = int(exit.code or 0)
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        print("winnow: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except OSError as error:
         # What is left in the buffer must not fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

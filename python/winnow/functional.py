@@ -188,11 +188,8 @@ def sparse_attention(
             raise ValueError("sparse_attention: lengths: must be absent, the selection has its own")
         if isinstance(indices, Selection):
             check_selected_keys("sparse_attention", indices, rows_of(kv, keys), exact=True)
-        given: Array = indices.indices
-        lengths = indices.lengths
-    else:
-        given = indices
-    indices = tensor("sparse_attention", "indices", given)
+        lengths, indices = indices.lengths, indices.indices
+    indices = tensor("sparse_attention", "indices", indices)
     sink = optional_tensor("sparse_attention", "sink", sink)
     lengths = optional_tensor("sparse_attention", "lengths", lengths)
     if v_dim is None:
@@ -304,7 +301,8 @@ def _index_target(
     return _ops.index_target_added(*inputs, target, scale, key_offset, **options)
 
 
-@overload  # short, since the function says its arguments
+# The overloads of the losses tell their results apart; their arguments stand in the definitions.
+@overload
 def index_loss(*args: Any, with_count: Literal[True], **options: Any) -> CountedLoss: ...
 
 
@@ -378,7 +376,7 @@ def index_loss(  # type: ignore[misc]
     return _reduced(loss, reduction, with_count, rows_that_count)
 
 
-@overload  # short, since the function says its arguments
+@overload
 def dense_index_loss(*args: Any, with_count: Literal[True], **options: Any) -> CountedLoss: ...
 
 

@@ -27,7 +27,7 @@ class CountedLoss(NamedTuple):
     """A loss and the number of rows that count in it."""
 
     loss: Tensor  # []  or [tokens] with reduction "none"
-    rows: Tensor  # []  int64
+    rows: Tensor  # []  int64, how many count
 
 
 class IndexList(NamedTuple):

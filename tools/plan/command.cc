@@ -9,7 +9,10 @@
 #include <fmt/format.h>
 
 #include "tools/commands.h"
+#include "tools/help.h"
+#include "tools/json_document.h"
 #include "tools/plan/report.h"
+#include "tools/progress.h"
 #include "tools/whole_number.h"
 #include "tools/words.h"
 #include "winnow/winnow.h"
@@ -75,16 +78,28 @@ std::vector<PlanRequest> requests_of(const Options& options) {
   return requests;
 }
 
-void run(const Options& options) {
+std::vector<Planned> plans_of(const Options& options) {
   const std::vector<PlanRequest> requests = requests_of(options);
+  tools::Progress progress(static_cast<double>(requests.size()));
+  std::vector<Planned> plans;
+  for (const PlanRequest& request : requests)
+    plans.push_back(
+        {request, plan_step(request, [&](double share) {
+           progress.begin(fmt::format("{} tokens, {} ranks", request.tokens, request.ranks), share);
+         })});
+  return plans;
+}
+
+void run(const Options& options) {
+  const std::vector<Planned> plans = plans_of(options);
   if (options.json) {
-    nlohmann::ordered_json plans = nlohmann::ordered_json::array();
-    for (const PlanRequest& request : requests) plans.push_back(json_of(request));
-    fmt::print("{}\n", nlohmann::ordered_json{{"version", version()}, {"plans", plans}}.dump(2));
-  } else if (requests.size() == 1) {
-    print_plan(requests[0]);
+    nlohmann::ordered_json all = nlohmann::ordered_json::array();
+    for (const Planned& planned : plans) all.push_back(json_of(planned));
+    tools::print_json("plan", {{"plans", all}});
+  } else if (plans.size() == 1) {
+    print_plan(plans[0]);
   } else {
-    print_table(requests);
+    print_table(plans);
   }
 }
 
@@ -137,6 +152,9 @@ void add_plan(CLI::App& app, int&) {
   command->add_option("--sharding", options->sharding,
                       "contiguous, or zigzag for equal causal work. Default: zigzag.");
   command->add_flag("--json", options->json, "Print JSON.");
+  add_examples(*command, {"plan --model glm-5.2 --tokens 131072 --ranks 8",
+                          "plan --model glm-5.2 --tokens 131072,1048576 --ranks 8,16,32 --json",
+                          "plan --model glm-5.2 --tokens 131072 --ranks 8 --rates rates.json"});
   command->callback([options] { plan::run(*options); });
 }
 

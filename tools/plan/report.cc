@@ -136,8 +136,8 @@ Json json_of(const PlannedLayer& layer, const DeviceRates& device) {
 
 }  // namespace
 
-void print_plan(const PlanRequest& request) {
-  const StepPlan step = plan_step(request);
+void print_plan(const Planned& planned) {
+  const auto& [request, step] = planned;
   std::int64_t layers = 0;
   for (const PlannedLayer& layer : step.layers) layers += layer.kind.layers;
   fmt::print("Sparse attention in one training step of {}, {}, over {} ranks, {}\n",
@@ -158,15 +158,14 @@ void print_plan(const PlanRequest& request) {
   print_step(request, step);
 }
 
-void print_table(const std::vector<PlanRequest>& requests) {
-  const PlanRequest& first = requests.front();
+void print_table(const std::vector<Planned>& plans) {
+  const PlanRequest& first = plans.front().request;
   fmt::print("{} on {}, {:g} GB/s, {}\n", first.model.name, first.device.name,
              first.bandwidth * 1e-9, tools::name(first.sharding));
   Table table({"tokens", "ranks", "rows", "FLOP", "kernels", "network", "at best", "<bound by",
                "gathered", "reduced", "one layer", "regathered", "kept", "contiguous", "zigzag"});
   bool beyond_measured = false;
-  for (const PlanRequest& request : requests) {
-    const StepPlan step = plan_step(request);
+  for (const auto& [request, step] : plans) {
     const Cost both = step.both();
     beyond_measured |= step.beyond_measured;
     table.add({fmt::to_string(request.tokens), fmt::to_string(request.ranks),
@@ -182,8 +181,8 @@ void print_table(const std::vector<PlanRequest>& requests) {
   if (beyond_measured) fmt::print("{}", beyond_measured_text(first.device));
 }
 
-Json json_of(const PlanRequest& request) {
-  const StepPlan step = plan_step(request);
+Json json_of(const Planned& planned) {
+  const auto& [request, step] = planned;
   Json layers = Json::array();
   for (const PlannedLayer& layer : step.layers) layers.push_back(json_of(layer, request.device));
   return {{"model", request.model.name},

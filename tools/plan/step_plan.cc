@@ -102,7 +102,8 @@ double PlannedLayer::overlapped_seconds() const {
          std::max(backward.kernel_seconds, backward.network_seconds);
 }
 
-StepPlan plan_step(const PlanRequest& request) {
+StepPlan plan_step(const PlanRequest& request,
+                   const std::function<void(double share)>& begin_part) {
   const std::vector<LayerKind>& kinds = request.model.kinds;
   StepPlan step;
   std::vector<std::vector<RankWork>> works;  // of each kind, with the requested sharding
@@ -110,6 +111,7 @@ StepPlan plan_step(const PlanRequest& request) {
   for (const Sharding sharding : {Sharding::contiguous, Sharding::zigzag}) {
     const ShardedBatch batch = shard(request, sharding);
     for (const LayerKind& kind : kinds) {
+      begin_part(0.5 / static_cast<double>(kinds.size()));
       std::vector<RankWork> of_kind = rank_works(kind, batch);
       if (kind.has_indexer())
         (sharding == Sharding::zigzag ? step.zigzag_imbalance : step.contiguous_imbalance) =

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -74,6 +75,9 @@ struct StepPlan {
 
   Cost both() const { return Cost(forward).add(backward); }
 };
-StepPlan plan_step(const PlanRequest& request);
+/// Calls begin_part(share) before each part of the work, of which all shares are 1.
+StepPlan plan_step(
+    const PlanRequest& request,
+    const std::function<void(double share)>& begin_part = [](double) {});
 
 }  // namespace winnow::plan

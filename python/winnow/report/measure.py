@@ -191,7 +191,8 @@ def _peak_bytes(run: Callable[[], None], device: str) -> int | None:
 
 def _resident(name: str) -> int:
     status = Path("/proc/self/status").read_text()
-    return int(re.findall(rf"{name}:\s+(\d+) kB", status)[0]) << 10
+    line = next(each for each in status.splitlines() if each.startswith(f"{name}:"))
+    return int(line.split()[1]) << 10
 
 
 def _processor() -> str:

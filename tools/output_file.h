@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// OutputFile: a file that is written whole or not at all.
+#pragma once
+
+#include <fstream>
+#include <string>
+
+namespace winnow::tools {
+
+/// The path is tried when this is made, before anything is measured. The text goes to a file beside
+/// it, which takes its name in `close`: what had the name before stays until then, and stays if the
+/// program ends earlier. A device or a pipe is written to directly.
+class OutputFile {
+ public:
+  /// An empty path opens no file. Throws std::runtime_error if it cannot be written.
+  explicit OutputFile(std::string path);
+  ~OutputFile();
+  OutputFile(const OutputFile&) = delete;
+  OutputFile& operator=(const OutputFile&) = delete;
+
+  bool is_open() const { return stream_.is_open(); }
+  void write(const std::string& text) { stream_ << text; }
+  /// Throws if something of the text was not written.
+  void close();
+
+ private:
+  void check() const;
+  [[noreturn]] void refuse(int error) const;
+
+  std::string path_;
+  std::string written_path_;  // until it gets the name
+  std::ofstream stream_;
+};
+
+}  // namespace winnow::tools
