@@ -385,5 +385,63 @@ TEST(DenseIndexLoss, OfStridedTensorsIsTheSame) {
   });
 }
 
+// Rows of index_q begin at 16-byte boundaries only where they are looked at one by one, and rows
+// are computed 1024 at a time: the last row must not get another kernel than the first.
+TEST(DenseIndexLoss, ARowsGradientsDoNotDependOnItsPlace) {
+  on_each_backend([](Backend backend) {
+    const std::int64_t last = backend == Backend::reference ? 8 : 1024;
+    DenseLoss d = filled({.tokens = last + 1,
+                          .keys = 40,
+                          .index_keys = 40,
+                          .key_offset = 0,
+                          .heads = 1,
+                          .index_heads = 1},
+                         14);
+    d.begin.assign(d.begin.size(), 0);
+    d.end.assign(d.end.size(), 40);
+    const auto repeat_first_row = [&](Values& values) {
+      const auto width = static_cast<std::ptrdiff_t>(values.size()) / d.tokens;
+      std::copy_n(values.begin(), width, values.end() - width);
+    };
+    for (Values* values : {&d.q, &d.index_q, &d.weights, &d.d_loss}) repeat_first_row(*values);
+    const Device device = harness::device_of(backend);
+    DenseLossWork work(d, device);
+    const Shape shape = {d.tokens, d.index_heads, d.index_dim};
+    const Buffer index_q = floats(device, d.dtype, shape, d.index_q, /*row_padding=*/3);
+    work.forward.index_q = work.backward.index_q = index_q.tensor();
+    dense_index_loss_forward(work.forward, on(backend));
+    dense_index_loss_backward(work.backward, on(backend));
+    const DenseLossGradients gradients = work.gradients();
+    EXPECT_TRUE(same_bits(part(gradients.d_index_q, 0, d.index_dim),
+                          part(gradients.d_index_q, last * d.index_dim, d.index_dim)));
+    EXPECT_TRUE(same_bits(part(gradients.d_weights, 0, 1), part(gradients.d_weights, last, 1)));
+  });
+}
+
+TEST(DenseIndexLoss, AHundredRunsGiveTheSameBits) {
+  on_each_backend([](Backend backend) {
+    if (backend == Backend::reference) return;  // sums in one order
+    const DenseLoss d = filled({.tokens = 16,
+                                .keys = 300,
+                                .index_keys = 300,
+                                .key_offset = 0,
+                                .heads = 16,
+                                .qk_dim = 576,
+                                .index_heads = 32,
+                                .index_dim = 128,
+                                .scale = 0.0625F},
+                               15);
+    const Execution execution = deterministic(backend);
+    const DenseLossOutputs outputs = forward(d, execution);
+    const DenseLossGradients gradients = backward(d, outputs.lse, execution);
+    for (int run = 1; run < 100; ++run) {
+      const DenseLossOutputs again = forward(d, execution);
+      ASSERT_TRUE(same_bits(again.loss, outputs.loss)) << "run " << run;
+      ASSERT_TRUE(same_bits(again.lse, outputs.lse)) << "run " << run;
+      expect_same_bits(backward(d, outputs.lse, execution), gradients);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace winnow::tests

@@ -21,3 +21,11 @@ def pytest_configure(config):
 def two_ranks(tmp_path_factory):
     with Ranks(2, str(tmp_path_factory.mktemp("ranks") / "store")) as started:
         yield started
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Reasons to run as eager are said once a process; with this once a test."""
+    from winnow.transformers import warn
+
+    monkeypatch.setattr(warn, "_told", set())

@@ -10,16 +10,16 @@ from cases import bf16
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", minversion="5.22")
-from test_transformers import (  # noqa: E402
+from model_runs import (  # noqa: E402
     Replay,
     Selections,
     gradients,
     largest_error,
     relative,
     state,
-    token_ids,
 )
-from transformers import Glm5NextConfig, Glm5NextForConditionalGeneration  # noqa: E402
+from tiny_models import made as made_family  # noqa: E402
+from tiny_models import padded, token_ids  # noqa: E402
 
 import winnow.transformers  # noqa: E402
 
@@ -27,45 +27,7 @@ TOKENS = 38  # nine pools of 4 and a tail
 LIMIT = 1e-4
 
 
-@functools.cache
-def made(with_experts: bool = True) -> nn.Module:
-    torch.manual_seed(1)
-    text = dict(
-        vocab_size=64,
-        hidden_size=256,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        q_lora_rank=64,
-        linear_num_heads=2,
-        linear_head_dim=32,
-        layer_types=["linear_attention", "indexed_attention", "indexed_attention"],
-        indexer_types=["full", "full", "shared"],
-        mlp_layer_types=["dense", "sparse" if with_experts else "dense", "dense"],
-        index_topk=16,
-        index_kpool=4,
-        index_n_heads=16,
-        hc_mult=2,
-        initializer_range=0.06,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    vision = dict(
-        hidden_size=16, intermediate_size=16, depth=1, num_heads=2, out_hidden_size=256,
-        projection_intermediate_size=16,
-    )  # fmt: skip
-    config = Glm5NextConfig(text_config=text, vision_config=vision)
-    config._attn_implementation = "eager"
-    model = Glm5NextForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for name, x in model.named_parameters():
-            if "index_kpool_compress" in name:  # constant in a new model
-                x.normal_(std=0.1)
-    return model
+made = functools.partial(made_family, "glm5_next")
 
 
 @pytest.fixture
@@ -75,12 +37,6 @@ def model() -> nn.Module:
 
 def ids() -> Tensor:
     return token_ids(2, TOKENS)
-
-
-def padded(side: str) -> Tensor:
-    mask = torch.ones(2, TOKENS, dtype=torch.long)
-    mask[0, slice(0, 7) if side == "left" else slice(-7, None)] = 0
-    return mask
 
 
 def sorted_lists(layers: list[Tensor]) -> list[Tensor]:
@@ -113,7 +69,7 @@ def test_bf16_logits_are_those_of_eager():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_no_real_row(model, side):
-    mask = padded(side)
+    mask = padded(side, TOKENS)
     with torch.no_grad():
         expected = model(ids(), attention_mask=mask).logits
         with winnow.transformers.enabled(model):
@@ -123,14 +79,14 @@ def test_padding_changes_no_real_row(model, side):
 
 def test_generation_is_that_of_eager(model):
     options = {"do_sample": False, "suppress_tokens": [0], "max_new_tokens": 9}
-    expected = model.generate(ids(), attention_mask=padded("left"), **options)
+    expected = model.generate(ids(), attention_mask=padded("left", TOKENS), **options)
     with winnow.transformers.enabled(model):
         assert torch.equal(
-            model.generate(ids(), attention_mask=padded("left"), **options), expected
+            model.generate(ids(), attention_mask=padded("left", TOKENS), **options), expected
         )
         options |= {"cache_implementation": "static", "disable_compile": True}
         assert torch.equal(
-            model.generate(ids(), attention_mask=padded("left"), **options), expected
+            model.generate(ids(), attention_mask=padded("left", TOKENS), **options), expected
         )
 
 

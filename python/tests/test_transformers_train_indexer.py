@@ -4,6 +4,7 @@
 import copy
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers", minversion="5.22")
-import test_transformers  # noqa: E402
-import test_transformers_glm5_next  # noqa: E402
-import test_transformers_v4  # noqa: E402
-from test_transformers import gradients, index_modules, largest_error, state, token_ids  # noqa: E402
+from model_runs import gradients, index_modules, largest_error, state  # noqa: E402
+from tiny_models import made, token_ids  # noqa: E402
 
 import winnow.transformers  # noqa: E402
 from winnow.transformers import deepseek_v4, glm5_next, indexers  # noqa: E402
@@ -37,19 +36,18 @@ def sums_of_pools(attention: Tensor) -> Tensor:
     return attention[..., : TOKENS // 4 * 4].unflatten(-1, (-1, 4)).sum(-1)
 
 
-# The model, attention to the indexer's slots, and the layers that use each selection.
+# By family: attention to the indexer's slots, and the layers that use each selection.
 CASES = {
-    "deepseek_v32": (lambda: test_transformers.made("deepseek_v32"), all_slots, [[0], [1], [2]]),
-    "glm_moe_dsa": (lambda: test_transformers.made("glm_moe_dsa"), all_slots, [[0, 1], [2]]),
-    "deepseek_v4": (test_transformers_v4.made, pools, [[2]]),
-    "glm5_next": (test_transformers_glm5_next.made, sums_of_pools, [[1, 2]]),
+    "deepseek_v32": (all_slots, [[0], [1], [2]]),
+    "glm_moe_dsa": (all_slots, [[0, 1], [2]]),
+    "deepseek_v4": (pools, [[2]]),
+    "glm5_next": (sums_of_pools, [[1, 2]]),
 }
 
 
 @pytest.fixture(params=CASES)
 def case(request) -> tuple[nn.Module, object, list[list[int]]]:
-    model, slots, users = CASES[request.param]
-    return model(), slots, users
+    return made(request.param), *CASES[request.param]
 
 
 def ids() -> Tensor:
@@ -100,15 +98,28 @@ def test_losses_are_those_of_eagers_attention(case, monkeypatch):
 
     for module in (indexers, deepseek_v4, glm5_next):
         monkeypatch.setattr(module, "topk_slots", record)
-    attention = eager_attention(model)
+    found = eager_attention(model)
     with winnow.transformers.enabled(model, train_indexer=True):
         model(ids(), use_cache=False)
         losses = model.winnow_losses
     assert len(losses) == len(seen) == len(users)
     for loss, (inputs, selected), layers in zip(losses, seen, users, strict=True):
-        target = slots(sum(attention[layer] for layer in layers))
+        target = slots(sum(found[layer] for layer in layers))
         expected = expected_loss(inputs, selected, target)
         assert abs(loss.item() - expected.item()) < 1e-4 * max(1, abs(expected.item()))
+
+
+def test_attention_that_runs_as_eager_teaches_too(case, monkeypatch):
+    model, *_ = case
+    with winnow.transformers.enabled(model, train_indexer=True):
+        model(ids(), use_cache=False)
+        expected = model.winnow_losses
+        for name in ("attention", "deepseek_v4"):
+            path = f"winnow.transformers.{name}"
+            monkeypatch.setattr(sys.modules[path], "why_eager", lambda *_: "of this test")
+        model(ids(), use_cache=False)
+        for loss, other in zip(model.winnow_losses, expected, strict=True):
+            assert other > 0 and abs(loss / other - 1) < 1e-4
 
 
 def test_gradients_reach_the_indexers_alone(case):
@@ -142,7 +153,7 @@ def test_the_outputs_loss_has_the_sum(case):
 
 
 def test_padding_does_not_count():
-    model, mask = test_transformers.made("deepseek_v32"), torch.ones(2, TOKENS, dtype=torch.long)
+    model, mask = made("deepseek_v32"), torch.ones(2, TOKENS, dtype=torch.long)
     mask[0, -7:] = 0
     with winnow.transformers.enabled(model, train_indexer=True):
         model(ids(), attention_mask=mask)
@@ -162,14 +173,14 @@ def test_disable_restores_everything(case):
 
 
 def test_a_model_enabled_without_training_is_not_trained_silently():
-    model = test_transformers.made("deepseek_v32")
+    model = made("deepseek_v32")
     with winnow.transformers.enabled(model):
         with pytest.raises(ValueError, match="train_indexer True: the model was enabled without"):
             winnow.transformers.enable(model, train_indexer=True)
 
 
 def test_reentrant_checkpointing_says_that_nothing_is_trained():
-    model = copy.deepcopy(test_transformers.made("deepseek_v32")).train()
+    model = copy.deepcopy(made("deepseek_v32")).train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     with winnow.transformers.enabled(model, train_indexer=True):
@@ -179,7 +190,7 @@ def test_reentrant_checkpointing_says_that_nothing_is_trained():
 
 
 def test_a_layer_alone_is_disabled_again():
-    model = copy.deepcopy(test_transformers.made("deepseek_v32"))
+    model = copy.deepcopy(made("deepseek_v32"))
     layer = model.model.layers[0].self_attn
     layer.config._attn_implementation = None
     winnow.transformers.disable(winnow.transformers.enable(layer))
@@ -187,7 +198,7 @@ def test_a_layer_alone_is_disabled_again():
 
 
 def test_an_indexer_learns():
-    model = copy.deepcopy(test_transformers.made("deepseek_v32"))
+    model = copy.deepcopy(made("deepseek_v32"))
     winnow.transformers.enable(model, train_indexer=True)
     parameters = [x for indexer in index_modules(model) for x in indexer.parameters()]
     optimizer, losses = torch.optim.Adam(parameters, lr=3e-3), []

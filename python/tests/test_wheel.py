@@ -5,20 +5,19 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 NVCC = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
 # Without the variables by which the tests find the package and its library in the source tree.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "WINNOW_LIBRARY")}
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="not in the source tree"),
-]
+GIVEN_CUDA_WHEEL = os.environ.get("WINNOW_CUDA_WHEEL")  # of `make cuda-wheel`, else one is built
+
+pytestmark = pytest.mark.slow
 
 STEP = """
 import pathlib, re, sys, torch, winnow
@@ -53,18 +52,26 @@ def run(*command: object, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
-def test_a_wheel_is_all_that_an_environment_needs(cuda: bool, tmp_path: Path) -> None:
-    """With CUDA for one architecture, in a folder of its own, since all take half an hour."""
+def built_wheel(cuda: bool, folder: Path) -> Path:
+    """With CUDA for one architecture, in a build folder of its own: all take half an hour."""
     options, environment = ["-C", "build-dir=build/wheel-test"], {}
     if cuda:
-        if not Path(NVCC).exists():
-            pytest.skip("no nvcc here")
         options = ["-C", "build-dir=build/wheel-test-cuda"]
         environment = {"WINNOW_CUDA": "1", "CUDACXX": NVCC}
         environment["CMAKE_ARGS"] = "-DCMAKE_CUDA_ARCHITECTURES=90a-real"
-    run("scripts/wheel.sh", tmp_path, *options, **environment)
-    (wheel,) = tmp_path.glob("winnow-*.whl")
+    run("scripts/wheel.sh", folder, *options, **environment)
+    (wheel,) = folder.glob("winnow-*.whl")
+    return wheel
+
+
+@pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
+def test_a_wheel_is_all_that_an_environment_needs(cuda: bool, tmp_path: Path) -> None:
+    wheel = GIVEN_CUDA_WHEEL if cuda else None
+    if wheel is None and not (ROOT / "pyproject.toml").exists():
+        pytest.skip("not in the source tree: WINNOW_CUDA_WHEEL can name a wheel")
+    if wheel is None and cuda and not (Path(NVCC).exists() and torch.cuda.is_available()):
+        pytest.skip("no GPU with nvcc here: WINNOW_CUDA_WHEEL can name a wheel")
+    wheel = Path(wheel).resolve() if wheel else built_wheel(cuda, tmp_path)
     assert ("+cu" in wheel.name) == cuda and "-py3-none-manylinux" in wheel.name
 
     run(sys.executable, "-m", "venv", tmp_path / "venv")
@@ -72,6 +79,7 @@ def test_a_wheel_is_all_that_an_environment_needs(cuda: bool, tmp_path: Path) ->
     run(python, "-m", "pip", "install", "--no-deps", wheel)
     # Torch and what it needs, behind the environment's own packages.
     folder = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    Path(folder, "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    assert "step on" in run(python, "-c", STEP)
+    Path(folder, "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    device = "cuda" if cuda and torch.cuda.is_available() else "cpu"
+    assert f"step on {device}" in run(python, "-c", STEP)
     assert ", 0 failed" in run(python, "-m", "winnow", "check", "key_windows")

@@ -73,7 +73,7 @@ class _Call:
         # Outputs are made on the device meta, where they have a shape and no memory.
         meta = [x.to("meta") if isinstance(x, Tensor) else x for x in arguments]
         results, named = describe(*meta)
-        self.results = results if isinstance(results, tuple) else (results,)
+        self.results: tuple[Any, ...] = results if isinstance(results, tuple) else (results,)
         real = {id(m): x for m, x in zip(meta, arguments, strict=True) if isinstance(m, Tensor)}
         fields = {k: v for k, v in named.items() if k in _lib.operators[self.op].fields}
         outputs = {id(x): i for i, x in enumerate(self.results) if x is not None}

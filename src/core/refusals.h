@@ -83,6 +83,7 @@ inline constexpr char takes_dim_multiple[] = "takes {} in multiples of {}";
 inline constexpr char takes_aligned_rows[] = "takes rows of {} that begin at 16-byte boundaries";
 inline constexpr char takes_dense_rows[] =
     "takes rows of {} that begin at 16-byte boundaries, one behind another";
+inline constexpr char takes_some_rows[] = "takes at least one row of {}";
 inline constexpr char takes_fewer_rows[] = "takes fewer rows";
 inline constexpr char takes_positive_scale[] = "takes a positive scale";
 inline constexpr char takes_whole_rows[] = "takes all slots of a row at a time";

@@ -68,8 +68,9 @@ def enable(model: nn.Module, *, train_indexer: bool = False) -> nn.Module:
     configs = {}
     for module, replace in found:
         for part, name, function in replace(module):
-            patches.append((part, name, part.__dict__.get(name, _ABSENT)))
-            setattr(part, name, MethodType(function, part))
+            place = _place(part, name)
+            patches.append((part, name, part.__dict__.get(place, _ABSENT)))
+            setattr(part, place, MethodType(function, part))
         configs[id(module.config)] = module.config
     if train_indexer:
         patches += _teach(model, [part for part, *_ in patches])
@@ -85,10 +86,14 @@ def disable(model: nn.Module) -> nn.Module:
     for part, name, previous in model.__dict__.pop(_PATCHES, ()):
         if isinstance(part, dict):  # of hooks
             del part[name]
-        elif previous is _ABSENT:
+            continue
+        place = _place(part, name)
+        if previous is not _ABSENT:
+            setattr(part, place, previous)
+        elif place == name:
             delattr(part, name)
-        else:
-            setattr(part, name, previous)
+        else:  # wrapped while enabled
+            setattr(part, place, MethodType(getattr(type(part), name), part))
     return model
 
 
@@ -117,6 +122,13 @@ def _teach(model: nn.Module, parts: list[nn.Module]) -> list[tuple[Any, Any, Any
         (model._forward_hooks, after.id, _ABSENT),
         (model, "winnow_losses", _ABSENT),
     ]
+
+
+def _place(part: Any, name: str) -> str:
+    """Where the method of that name stands: Accelerate, with which a device_map loads, keeps the
+    forward of a module elsewhere and wraps it, to move tensors and to bring weights."""
+    wrapped = name == "forward" and "_old_forward" in part.__dict__
+    return "_old_forward" if wrapped else name
 
 
 def _check_version() -> None:

@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from winnow.transformers.indexers import modeling, working_dtype
 from winnow.transformers.latent import Shape, latent_attention
 from winnow.transformers.rows import is_padding_mask
-from winnow.transformers.teaching import selection_of
+from winnow.transformers.teaching import attention_to, selection_of
 from winnow.transformers.warn import warn_once
 
 
@@ -52,12 +53,16 @@ def attention(
         indices = attention_mask
     elif not is_padding_mask(attention_mask):  # the indexer has said so
         return _eager(module, query, key, value, attention_mask, indices, scaling, dropout)
-    width = key.shape[-1] + value.shape[-1]
-    if reason := why_eager(query, width, dropout) or _why_not_folded(module):
+    selection = selection_of(module)
+    widths = key.shape[-1] + value.shape[-1], key.shape[-1]
+    if reason := why_eager(query, widths, dropout) or _why_not_folded(module):
         warn_once(f"winnow.transformers: {reason}: attention runs as in eager, on the same keys")
-        return _eager(module, query, key, value, None, indices, scaling, dropout)
+        out, weights = _eager(module, query, key, value, None, indices, scaling, dropout)
+        if selection is not None:
+            selection.add(attention_to(indices, weights).to(selection.target.device))
+        return out, weights
     dtype = working_dtype(query)
-    indices, selection = indices.to(query.device), selection_of(module)
+    indices = indices.to(query.device)
     target = None if selection is None else torch.zeros(indices.shape, device=indices.device)
     out = latent_attention(
         query.transpose(1, 2).to(dtype),
@@ -73,14 +78,17 @@ def attention(
     return out, None
 
 
-def why_eager(query: Tensor, key_width: int, dropout: float) -> str:
-    """Why a call cannot run sparse; empty if it can."""
+def why_eager(query: Tensor, widths: tuple[int, int], dropout: float) -> str:
+    """Why a call with keys and values of these widths cannot run sparse; empty if it can."""
     if dropout:
         return f"attention_dropout {dropout}: sparse attention has none"
     if query.device.type not in ("cpu", "cuda"):
         return f"tensors on {query.device.type}: must be on cpu or cuda"
-    if key_width % 8 or key_width > 1024:
-        return f"keys of {key_width} channels: must be a multiple of 8, at most 1024"
+    if working_dtype(query) == torch.float64:
+        return "tensors of float64: must be float32, bfloat16 or float16"
+    for what, width in zip(("keys", "values"), widths, strict=True):
+        if width % 8 or width > 1024:
+            return f"{what} of {width} channels: must be a multiple of 8, at most 1024"
     return ""
 
 
@@ -90,7 +98,8 @@ def _why_not_folded(module: nn.Module) -> str:
     dropouts = getattr(projection, "lora_dropout", {}).values()
     if module.training and any(getattr(dropout, "p", 0) for dropout in dropouts):
         return "kv_b_proj has an adapter with dropout: its weight cannot be folded"
-    if getattr(projection, "bias", None) is not None:
+    bias = getattr(projection, "bias", None)
+    if (bias() if callable(bias) else bias) is not None:  # a method of torch's quantised layers
         return "kv_b_proj has a bias: its weight cannot be folded"
     return ""
 
@@ -103,7 +112,8 @@ def _effective_weight(module: nn.Module, heads: int, like: Tensor) -> Tensor:
     """
     projection = module.kv_b_proj
     plain = type(projection) is nn.Linear and "forward" not in projection.__dict__
-    if plain and not projection._forward_hooks and not projection._forward_pre_hooks:
+    hooked = projection._forward_hooks or projection._forward_pre_hooks
+    if plain and not hooked and not is_traceable_wrapper_subclass(projection.weight):
         weight = projection.weight
     else:
         latent = module.kv_lora_rank

@@ -12,7 +12,7 @@ from winnow.transformers.attention import dense_mask, why_eager
 from winnow.transformers.indexers import IndexInputs, learning, modeling, topk_slots, working_dtype
 from winnow.transformers.pools import Documents, documents, pool
 from winnow.transformers.rows import is_padding_mask, real_keys
-from winnow.transformers.teaching import selection_of
+from winnow.transformers.teaching import attention_to, selection_of
 from winnow.transformers.warn import OWN_MASK, warn_once
 
 
@@ -77,18 +77,20 @@ def _attend(
         indices = torch.cat([indices, keys], dim=-1)
         kv = torch.cat([kv, pools], dim=1)
 
+    selection = selection_of(self) if hasattr(self.compressor, "indexer") else None
     dropout = self.attention_dropout if self.training else 0.0
-    if reason := why_eager(q, self.head_dim, dropout):
+    if reason := why_eager(q, (self.head_dim, self.head_dim), dropout):
         warn_once(f"winnow.transformers: {reason}: attention runs as in eager, on the same keys")
         mask = dense_mask(indices, kv.shape[1], q.dtype)
         out, weights = modeling(self).eager_attention_forward(
             self, q.transpose(1, 2), kv[:, None], kv[:, None], mask, self.scaling, dropout
         )
+        if selection is not None:
+            selection.add(attention_to(keys, weights))
     else:
         dtype, weights = working_dtype(q), None
         q, kv, sink = q.to(dtype), kv.to(dtype), self.sinks.float()
         out, lse, _ = functional.sparse_attention(q, kv, indices, scale=self.scaling, sink=sink)
-        selection = selection_of(self) if hasattr(self.compressor, "indexer") else None
         if selection is not None:
             with torch.no_grad():
                 parts = zip(q, kv, pool_ids, lse, strict=True)

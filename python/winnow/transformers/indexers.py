@@ -64,10 +64,9 @@ def topk_slots(
     q, k, weights = inputs
     batch, slots = k.shape[:2]
     first_keys = torch.arange(batch, device=k.device)[:, None] * slots
-    dtype = working_dtype(q)
     arguments = (
-        q.to(dtype).flatten(0, 1),
-        k.to(dtype).flatten(0, 1),
+        _index_rows(q),
+        _index_rows(k),
         weights.flatten(0, 1),
         None,
         (begin + first_keys).flatten().int(),
@@ -87,6 +86,14 @@ def topk_slots(
     if teaching is not None:
         teaching.keep(indices, scores.view_as(indices), tokens_per_slot)
     return indices
+
+
+def _index_rows(x: Tensor) -> Tensor:
+    """The rows of all batches as index_topk takes them: of float64 in float32, in which eager
+    computes all scores, and with zeros up to a multiple of 8 channels, which add nothing."""
+    dtype = working_dtype(x)
+    x = x.to(torch.float32 if dtype == torch.float64 else dtype).flatten(0, 1)
+    return nn.functional.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
 
 
 def learning(indexer: nn.Module) -> torch.set_grad_enabled:

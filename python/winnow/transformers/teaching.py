@@ -82,3 +82,14 @@ def selection_of(module: nn.Module) -> Selection | None:
     """The selection that this attention layer uses; None: nobody learns from it."""
     teaching = teaching_of(module)
     return teaching.selections[-1] if teaching is not None and teaching.selections else None
+
+
+def attention_to(keys: Tensor, weights: Tensor) -> Tensor:
+    """[batch, rows, slots]: attention to the keys, summed over heads; 0 where there is no key.
+
+    Args:
+        keys: [batch, rows, slots]; -1: none.
+        weights: [batch, heads, rows, all keys], of eager attention.
+    """
+    total = nn.functional.pad(weights.detach().sum(1, dtype=torch.float32), (0, 1))
+    return total.gather(-1, torch.where(keys < 0, total.shape[-1] - 1, keys).long())

@@ -327,6 +327,8 @@ void run(const DenseIndexLossBackward& args, const Execution& execution) {
   const KeySums d_index_k = begin_key_sums(args.d_index_k, workspace, stream);
   const Lists lists = take_lists(args, plan.rows, workspace);
   const TermMemory memory = take_terms(plan.terms, workspace);
+  const IndexGradientKernel gradient =
+      choose_index_gradient(args.index_q, args.index_k, args.d_index_q, d_index_k, plan.terms);
   const std::int64_t tokens = args.q.shape[0];
   for (std::int64_t first = 0; first < tokens; first += plan.rows) {
     const std::int64_t rows = std::min(plan.rows, tokens - first);
@@ -336,22 +338,23 @@ void run(const DenseIndexLossBackward& args, const Execution& execution) {
     divergence.d_scores = lists.scores;
     divergence.d_loss = data_of<const float>(args.d_loss) + first;
     compute_divergence(divergence, stream);
-    index_gradient({.q = piece.index_q,
-                    .k = args.index_k,
-                    .weights = piece.weights,
-                    .slots = windows_of(piece, 0),
-                    .d_scores = lists.scores,
-                    .d_scores_stride = args.index_k.shape[0],
-                    .zero_is_no_slot = true,
-                    .d_q = rows_of(args.d_index_q, first, rows),
-                    .d_weights = rows_of(args.d_weights, first, rows),
-                    .d_k = d_index_k},
-                   plan.terms, memory, stream);
+    gradient({.q = piece.index_q,
+              .k = args.index_k,
+              .weights = piece.weights,
+              .slots = windows_of(piece, 0),
+              .d_scores = lists.scores,
+              .d_scores_stride = args.index_k.shape[0],
+              .zero_is_no_slot = true,
+              .d_q = rows_of(args.d_index_q, first, rows),
+              .d_weights = rows_of(args.d_weights, first, rows),
+              .d_k = d_index_k},
+             plan.terms, memory, stream);
   }
   finish_key_sums(d_index_k, args.d_index_k, stream);
 }
 
-/// The kernel `sm90` differs in its attention alone.
+/// The kernel `sm90` differs in its products over windows alone. The indexer's gradients are
+/// Hopper's with either, wherever that kernel takes the tensors.
 template <class Args>
 std::string why_not_sm90(const Args& args, const Execution& execution) {
   std::string reason = why_not_windows_sm90(args.q, args.kv, args.index_q, args.index_k);

@@ -159,6 +159,7 @@ std::string why_not_windows_sm90(const Tensor& q, const Tensor& kv, const Tensor
   for (const auto& [name, tensor] :
        {std::pair{"q", &q}, std::pair{"kv", &kv}, std::pair{"index_q", &index_q},
         std::pair{"index_k", &index_k}}) {
+    if (tensor->shape[0] == 0) return sentence(refusal::takes_some_rows, name);
     if (!can_have_tensor_map(*tensor)) return sentence(refusal::takes_dense_rows, name);
   }
   return {};

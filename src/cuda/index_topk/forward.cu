@@ -18,7 +18,7 @@ namespace {
 
 using namespace index_topk;
 
-constexpr int kPlanThreads = 512;
+constexpr int kPlanThreads = 1024;
 
 /// The sizes of the plan's arrays, which follow from the shapes.
 struct Sizes {
@@ -79,10 +79,12 @@ __global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan
 #pragma unroll
     for (int r = 0; r < kMaxRowsPerGroup; ++r) {
       const std::int64_t t = group * plan.rows_per_group + r;
-      if (r >= plan.rows_per_group || t >= plan.tokens || plan.is_done(t)) continue;
-      const int begin = plan.window_begin(t);
-      const int end = plan.window_end(t);
-      if (begin >= end) continue;
+      // No load depends on another one, so that all are in flight together.
+      const bool is_row = r < plan.rows_per_group && t < plan.tokens;
+      const bool is_done = is_row && plan.is_done(t);
+      const int begin = is_row ? plan.window_begin(t) : 0;
+      const int end = is_row ? plan.window_end(t) : 0;
+      if (is_done || begin >= end) continue;
       low = min(low, begin);
       high = max(high, end);
     }

@@ -130,14 +130,13 @@ void index_gradient_general(const IndexGradient& call, const TermPlan& plan,
   }
 }
 
-void index_gradient(const IndexGradient& call, const TermPlan& plan, const TermMemory& memory,
-                    cudaStream_t stream) {
-  Tensor d_k = tensor(call.d_k.data, DType::f32, {call.d_k.keys, call.d_k.dim}, call.q.device);
-  d_k.stride[0] = call.d_k.stride;
+IndexGradientKernel choose_index_gradient(const Tensor& q, const Tensor& k, const Tensor& d_q,
+                                          const KeySums& d_k, const TermPlan& plan) {
+  Tensor sums = tensor(d_k.data, DType::f32, {d_k.keys, d_k.dim}, q.device);
+  sums.stride[0] = d_k.stride;
   // Whether a plan has whole rows depends on their number and length, which may not change bits.
-  const bool on_hopper =
-      plan.rows == 0 && why_not_gradient_sm90(call.q, call.k, call.d_q, d_k).empty();
-  (on_hopper ? index_gradient_sm90 : index_gradient_general)(call, plan, memory, stream);
+  const bool on_hopper = plan.rows == 0 && why_not_gradient_sm90(q, k, d_q, sums).empty();
+  return on_hopper ? index_gradient_sm90 : index_gradient_general;
 }
 
 }  // namespace winnow::cuda

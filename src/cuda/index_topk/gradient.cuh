@@ -35,9 +35,12 @@ void index_gradient_sm90(const IndexGradient& call, const TermPlan& plan, const 
 std::string why_not_gradient_sm90(const Tensor& q, const Tensor& k, const Tensor& d_q,
                                   const Tensor& d_k);
 
-/// The same by the better of the two that can.
-void index_gradient(const IndexGradient& call, const TermPlan& plan, const TermMemory& memory,
-                    cudaStream_t stream);
+/// The better of the two that can. It is asked once for all rows of a call: of a few rows Hopper's
+/// kernel may take what it does not take of all, and a row's bits would depend on its place.
+using IndexGradientKernel = void (*)(const IndexGradient&, const TermPlan&, const TermMemory&,
+                                     cudaStream_t);
+IndexGradientKernel choose_index_gradient(const Tensor& q, const Tensor& k, const Tensor& d_q,
+                                          const KeySums& d_k, const TermPlan& plan);
 
 /// The query rows [first, first + rows) of a tensor.
 inline Tensor rows_of(Tensor tensor, std::int64_t first, std::int64_t rows) {
