@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MkDocs does beyond mkdocs.yml: the list of kernels' pages, and search without a network."""
+"""What MkDocs does beyond mkdocs.yml: pages of kernels, links to sources, search from file://."""
 
+import re
 from pathlib import Path
 
 # Material loads this from the network, for pages of file://.
@@ -15,6 +16,17 @@ def on_config(config):
         if "Kernels" in entry:
             entry["Kernels"] = pages
     return config
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Links to files outside docs/, which the site does not have, become plain text."""
+    docs = Path(config["docs_dir"])
+
+    def kept(link: re.Match) -> str:
+        target = (docs / page.file.src_uri).parent / link["target"]
+        return link[0] if target.resolve().is_relative_to(docs) else link["text"]
+
+    return re.sub(r"\[(?P<text>[^\]\n]+)\]\((?P<target>\.\./[^)\s]+)\)", kept, markdown)
 
 
 def on_post_page(output, page, config):
