@@ -8,6 +8,7 @@
 
 #include "cuda/hopper/barrier.cuh"
 #include "cuda/hopper/quad.cuh"
+#include "cuda/hopper/store_matrices.cuh"
 #include "cuda/hopper/wgmma.cuh"
 #include "tests/hopper_kernels.cuh"
 
@@ -112,7 +113,9 @@ __global__ void product_kernel(const T* a, const T* b, float* d, bool accumulate
   for (int step = 0; step < kSteps; ++step) {
     const std::uint64_t to_b = descriptor<kB>(shared.b, step);
     const int adds = accumulate || step > 0;
-    if constexpr (kA == Layout::registers) {
+    if constexpr (kA == Layout::registers && kColumns == 64) {
+      multiply_64x64x16<T, kB == Layout::mn_major>(sums, fragments[step], to_b, adds);
+    } else if constexpr (kA == Layout::registers) {
       multiply_64x48x16<T>(sums, fragments[step], to_b, adds);
     } else if constexpr (kColumns == 16) {
       multiply_64x16x16<T, kA == Layout::mn_major>(sums, descriptor<kA>(shared.a, step), to_b,
@@ -199,6 +202,11 @@ TEST_F(Wgmma, Of48ColumnsTakesAFromSharedMemory) {
   expect_products_of_two_byte_types<48, Layout::k_major, Layout::k_major>();
 }
 
+TEST_F(Wgmma, Of64ColumnsTakesAFromRegisters) {
+  expect_products_of_two_byte_types<64, Layout::registers, Layout::k_major>();
+  expect_products_of_two_byte_types<64, Layout::registers, Layout::mn_major>();
+}
+
 TEST_F(Wgmma, Of64ColumnsTakesEachOperandInEitherOrder) {
   expect_products_of_two_byte_types<64, Layout::k_major, Layout::k_major>();
   expect_products_of_two_byte_types<64, Layout::k_major, Layout::mn_major>();
@@ -213,6 +221,42 @@ TEST_F(Wgmma, Of256ColumnsTakesSlicesOfAAndRowsOfB) {
 TEST_F(Wgmma, Of256ColumnsTakesKMajorOperandsOfEveryType) {
   expect_products_of_two_byte_types<256, Layout::k_major, Layout::k_major>();
   expect_product_of_plain_loops<__nv_fp8_e4m3, 256, Layout::k_major, Layout::k_major>();
+}
+
+/// Stores four 8 x 8 matrices of numbers 64 matrix + 8 row + column by one warp.
+template <bool kTransposed>
+__global__ void store_kernel(std::int32_t* stored) {
+  __shared__ __align__(16) std::uint16_t memory[4 * 64];
+  const int lane = static_cast<int>(threadIdx.x);
+  std::uint32_t words[4];
+  for (int i = 0; i < 4; ++i) {
+    const std::uint32_t even = 64 * i + 8 * (lane / 4) + 2 * (lane % 4);
+    words[i] = even | (even + 1) << 16;
+  }
+  const std::uint32_t row = shared_address(memory + 8 * lane);
+  if constexpr (kTransposed) {
+    store_transposed(row, words);
+  } else {
+    store_matrices(row, words);
+  }
+  __syncwarp();
+  for (int i = 0; i < 8; ++i) stored[8 * lane + i] = memory[8 * lane + i];
+}
+
+TEST_F(Wgmma, FragmentsAreStoredAsMatricesAndTransposed) {
+  const Buffer plain = ints(kDevice, {256}, Ints(256, -1));
+  const Buffer transposed = ints(kDevice, {256}, Ints(256, -1));
+  run_block(store_kernel<false>, 32, 0, static_cast<std::int32_t*>(plain.tensor().data));
+  run_block(store_kernel<true>, 32, 0, static_cast<std::int32_t*>(transposed.tensor().data));
+  Values expected(256);
+  Values columns(256);
+  for (int i = 0; i < 256; ++i) {
+    expected[i] = i;
+    columns[i] = i / 64 * 64 + i % 8 * 8 + i / 8 % 8;
+  }
+  EXPECT_EQ(plain.download(), expected);
+  EXPECT_EQ(transposed.download(), columns);
+  expect_canaries_intact(plain, transposed);
 }
 
 __global__ void quad_kernel(const float* values, float* maxima, float* sums, std::int32_t* words) {

@@ -173,8 +173,9 @@ __device__ inline void multiply_64x48x16(float (&d)[24], std::uint64_t a, std::u
   }
 }
 
-/// d (64 x 64) += A (64 x 16, registers) * B (64 x 16, K-major)^T.
-template <class T>
+/// d (64 x 64) += A (64 x 16, registers) * B (16 x 64), which is K-major, or MN-major where the
+/// template argument is 1.
+template <class T, int kBMnMajor = 0>
 __device__ inline void multiply_64x64x16(float (&d)[32], const std::uint32_t (&a)[4],
                                          std::uint64_t b, int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -183,20 +184,20 @@ __device__ inline void multiply_64x64x16(float (&d)[32], const std::uint32_t (&a
         ".reg .pred p;\n"
         "setp.ne.b32 p, %37, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WINNOW_REGISTERS_32
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n"
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n"
         "}\n"
         : WINNOW_OPERANDS_32(d)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kBMnMajor));
   } else {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.b32 p, %37, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" WINNOW_REGISTERS_32
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n"
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n"
         "}\n"
         : WINNOW_OPERANDS_32(d)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kBMnMajor));
   }
 }
 

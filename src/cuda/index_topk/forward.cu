@@ -18,7 +18,7 @@ namespace {
 
 using namespace index_topk;
 
-constexpr int kPlanThreads = 1024;
+constexpr int kPlanThreads = 512;
 
 /// The sizes of the plan's arrays, which follow from the shapes.
 struct Sizes {
@@ -74,17 +74,21 @@ __global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan
   std::int64_t before = 0;
   for (std::int64_t base = 0; base < plan.groups; base += kPlanThreads) {
     const std::int64_t group = base + threadIdx.x;
+    // No load waits for another row's, so that those of a group are in flight together.
+    bool needs_scores[kMaxRowsPerGroup];
+#pragma unroll
+    for (int r = 0; r < kMaxRowsPerGroup; ++r) {
+      const std::int64_t t = group * plan.rows_per_group + r;
+      needs_scores[r] = r < plan.rows_per_group && t < plan.tokens && !plan.is_done(t);
+    }
     int low = plan.keys;
     int high = 0;
 #pragma unroll
     for (int r = 0; r < kMaxRowsPerGroup; ++r) {
       const std::int64_t t = group * plan.rows_per_group + r;
-      // No load depends on another one, so that all are in flight together.
-      const bool is_row = r < plan.rows_per_group && t < plan.tokens;
-      const bool is_done = is_row && plan.is_done(t);
-      const int begin = is_row ? plan.window_begin(t) : 0;
-      const int end = is_row ? plan.window_end(t) : 0;
-      if (is_done || begin >= end) continue;
+      const int begin = needs_scores[r] ? plan.window_begin(t) : 0;
+      const int end = needs_scores[r] ? plan.window_end(t) : 0;
+      if (begin >= end) continue;
       low = min(low, begin);
       high = max(high, end);
     }

@@ -53,40 +53,4 @@ __device__ inline void multiply_by_heads(float (&d)[kAccumulators], std::uint64_
   }
 }
 
-/// d (64 x 64) += A (64 x 16, registers) * B (16 x 64, MN-major).
-template <class T>
-__device__ inline void multiply_64x64x16_mn_major(float (&d)[32], const std::uint32_t (&a)[4],
-                                                  std::uint64_t b, int accumulate) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WINNOW_REGISTERS_32
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n"
-        "}\n"
-        : WINNOW_OPERANDS_32(d)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-  } else {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" WINNOW_REGISTERS_32
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n"
-        "}\n"
-        : WINNOW_OPERANDS_32(d)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-  }
-}
-
-/// Stores four transposed 8 x 8 matrices, held as fragments: lane i gives the address of row i % 8
-/// of the transpose of matrix i / 8.
-__device__ inline void store_transposed(std::uint32_t shared_row, const std::uint32_t (&words)[4]) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_row),
-      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-      : "memory");
-}
-
 }  // namespace winnow::cuda::gradient_sm90

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/hopper/pipeline.cuh"
+#include "cuda/hopper/store_matrices.cuh"
 #include "cuda/index_topk/gradient_sm90/products.cuh"
 #include "cuda/index_topk/gradient_sm90/shared.cuh"
 #include "cuda/index_topk/gradient_sm90/terms.cuh"
@@ -192,7 +193,7 @@ class Row {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kHeads / 16; ++i) {
-      multiply_64x64x16_mn_major<T>(d_k, weights[i], q + i * kNextMnMajor, i > 0);
+      multiply_64x64x16<T, 1>(d_k, weights[i], q + i * kNextMnMajor, i > 0);
     }
     wgmma_commit();
     wgmma_wait<0>();

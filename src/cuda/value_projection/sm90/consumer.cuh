@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/common/mma.cuh"
+#include "cuda/hopper/store_matrices.cuh"
 #include "cuda/value_projection/sm90/shared.cuh"
 
 namespace winnow::cuda::value_projection::sm90 {

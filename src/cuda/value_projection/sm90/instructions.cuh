@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Instructions of Hopper that the products of value_projection use beside those of cuda/hopper: the
-// widest wgmma with operands of either layout, transposed stores of fragments to shared memory, TMA
-// from shared memory to a tensor, and what the two thread blocks of a cluster share.
+// widest wgmma with operands of either layout, TMA from shared memory to a tensor, and what the two
+// thread blocks of a cluster share.
 #pragma once
 
 #include <cstdint>
@@ -42,27 +42,6 @@ __device__ inline void multiply_64x256(float (&d)[128], std::uint64_t a, std::ui
         : WINNOW_OPERANDS_128(d)
         : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor), "n"(kBMnMajor));
   }
-}
-
-/// Stores four 8 x 8 matrices of two-byte elements, each transposed: lane 8i + j gives the address
-/// of the 16 bytes that column j of matrix i fills. Of matrix i, lane 4g + c holds columns 2c and
-/// 2c + 1 of row g in words[i].
-__device__ inline void store_transposed(std::uint32_t shared_address,
-                                        const std::uint32_t (&words)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   shared_address),
-               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
-}
-
-/// Stores four 8 x 8 matrices likewise, but each as it is: lane 8i + j gives the address of row j
-/// of matrix i.
-__device__ inline void store_matrices(std::uint32_t shared_address,
-                                      const std::uint32_t (&words)[4]) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address),
-      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-      : "memory");
 }
 
 /// Starts a copy from shared memory to the box that begins at element (column, row, plane). What
