@@ -92,7 +92,7 @@ int run() {
 
 int main() {
   if (const std::string reason = winnow::why_not(winnow::Backend::cuda); !reason.empty()) {
-    std::printf("no GPU to use: the cuda backend %s\n", reason.c_str());
+    std::printf("no GPU to use: %s\n", reason.c_str());
     return 0;
   }
   try {
