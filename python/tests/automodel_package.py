@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from automodel_shared import installed  # noqa: F401
 from cases import assert_equal
-from nemo_automodel.components.models.deepseek_v4 import layers as v4_layers
 from nemo_automodel.components.models.glm_moe_dsa import cp as glm_cp
 from nemo_automodel.components.models.glm_moe_dsa import layers as glm_layers
 from nemo_automodel.components.models.glm_moe_dsa import model as glm_model
@@ -32,7 +31,7 @@ class TestBatches:
     def test_random_batches(self):
         """The batches that Automodel's own functions make, except those that winnow refuses."""
         random = random_of.Random(10)
-        for _ in range(300):
+        for _ in range(1500):
             batch, chunks = self.batch(random)
             arguments = (Mesh(), None, batch)
             ours = automodel.shard_glm_dsa_packed_cp_batch(*arguments, num_chunks=chunks)
@@ -107,17 +106,15 @@ class TestInstall:
 
     def test_automodel_imports_no_name_that_winnow_lacks(self):
         """What its models import from the modules that are replaced."""
-        source = "\n".join(
-            (Path(m.__file__).parent / "layers.py").read_text()
-            + (Path(m.__file__).parent / "model.py").read_text()
-            for m in (glm_layers, v4_layers)
-        )
         imported = set()
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ImportFrom) and node.module in (
-                "nemo_automodel.components.models.glm_moe_dsa.cp",
-                "nemo_automodel.components.models.glm_moe_dsa.optimized_kernels",
-                "nemo_automodel.components.models.deepseek_v4.kernels.sparse_attention",
-            ):
-                imported |= {name.name for name in node.names}
+        models = Path(glm_layers.__file__).parents[1]
+        for family in ("glm_moe_dsa", "deepseek_v4", "deepseek_v41"):
+            for file in (models / family).rglob("*.py"):
+                for node in ast.walk(ast.parse(file.read_text())):
+                    if isinstance(node, ast.ImportFrom) and node.module in (
+                        "nemo_automodel.components.models.glm_moe_dsa.cp",
+                        "nemo_automodel.components.models.glm_moe_dsa.optimized_kernels",
+                        "nemo_automodel.components.models.deepseek_v4.kernels.sparse_attention",
+                    ):
+                        imported |= {name.name for name in node.names}
         assert imported and not [name for name in imported if not hasattr(automodel, name)]

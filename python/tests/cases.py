@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by the tests: inputs, strategies for random shapes, and comparisons."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+
+import winnow
 
 f64, f32, bf16, f16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 f8 = torch.float8_e4m3fn
@@ -15,9 +18,12 @@ LOW = (bf16, f16, f32)
 OUT_LIMIT = {bf16: 4e-3, f16: 4e-3, f32: 1e-5, f64: 1e-10}
 GRAD_LIMIT = {bf16: 1e-2, f16: 1e-2, f32: 1e-5, f64: 1e-10}
 
+SCALE = 0.3125  # exact in fp32
+
 seeds = st.integers(0, 2**31 - 1)
 heads = st.integers(1, 3)
 dims = st.sampled_from([8, 16, 24])
+topks = st.sampled_from([1, 2, 5, 12])
 
 
 class Random:
@@ -101,3 +107,38 @@ def assert_rounded(actual: Tensor, sums: Tensor) -> None:
     kind = torch.finfo(actual.dtype)
     error = (actual.to(f64) - sums.to(f64)).abs()
     assert (error <= sums.abs().to(f64) * (kind.eps / 2 * 1.001) + kind.tiny).all()
+
+
+def make_sink(random: Random, kind, n: int, dtype=f64):
+    if kind is None or kind == "normal":
+        return None if kind is None else random.normal(n, dtype=dtype)
+    return torch.full((n,), kind, dtype=dtype)
+
+
+def leaves(*tensors):
+    return [None if x is None else x.clone().requires_grad_() for x in tensors]
+
+
+def backward(outputs, d_outputs, inputs):
+    """Gradients of inputs: zeros if the output does not depend on one, None for absent ones."""
+    present = [x for x in inputs if x is not None]
+    found = iter(
+        torch.autograd.grad(outputs, present, d_outputs, allow_unused=True, materialize_grads=True)
+    )
+    return [None if x is None else next(found) for x in inputs]
+
+
+def finite(lse):
+    return torch.where(lse > -math.inf, lse, 0)
+
+
+@st.composite
+def indexers(draw):
+    """A packing and the indexer's q, k and weights for it."""
+    packing = draw(packings())
+    random = Random(draw(seeds))
+    tokens, n, dim = packing.tokens, draw(heads), draw(dims)
+    keys = tokens + draw(st.integers(0, 2))
+    tensors = random.normal(tokens, n, dim), random.normal(keys, dim), random.normal(tokens, n)
+    made = winnow.Packing(packing.cu_seqlens, tokens=tokens, **packing.options)
+    return random, made, tensors

@@ -9,6 +9,7 @@ import torch
 from cases import (
     GRAD_LIMIT,
     LOW,
+    SCALE,
     Random,
     assert_equal,
     assert_near,
@@ -20,6 +21,7 @@ from cases import (
     f64,
     gradients,
     heads,
+    make_sink,
     oracle_inputs,
     packings,
     seeds,
@@ -29,14 +31,7 @@ from hypothesis import strategies as st
 
 from winnow import _lib, reference
 
-SCALE = 0.3125  # exact in fp32
 sink_kinds = st.sampled_from([None, "normal", -math.inf, math.inf])
-
-
-def make_sink(random: Random, kind, n: int, dtype=f64):
-    if kind is None or kind == "normal":
-        return None if kind is None else random.normal(n, dtype=dtype)
-    return torch.full((n,), kind, dtype=dtype)
 
 
 @given(seeds, st.integers(0, 5), st.integers(0, 8), st.integers(0, 3), heads, dims, sink_kinds)

@@ -4,7 +4,10 @@
 Functions whose names begin with an underscore run in the ranks, which alone import Megatron.
 """
 
+import argparse
 import contextlib
+import dataclasses
+import typing
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -165,6 +168,25 @@ def _registered() -> None:
 
 def test_registering_twice_adds_one_name(ranks):
     ranks(_registered)
+
+
+def _on_the_command_line() -> None:
+    """By Megatron's own parser, whose package imports a name that Python has since 3.12."""
+    typing.override = getattr(typing, "override", lambda function: function)
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    parser = argparse.ArgumentParser()
+    others = [x.name for x in dataclasses.fields(TransformerConfig)]
+    others.remove("dsa_kernel_backend")
+    ArgumentGroupFactory(TransformerConfig, exclude=others).build_group(parser)
+    given = parser.parse_args(["--dsa-kernel-backend", "winnow"])
+    assert given.dsa_kernel_backend == "winnow"
+    assert parser.parse_args([]).dsa_kernel_backend == "none"
+
+
+def test_the_command_line_takes_the_name(ranks):
+    ranks(_on_the_command_line)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["sbhd", "thd"])

@@ -74,6 +74,13 @@ def test_arrays_of_other_libraries():
         ({"query_rows": torch.tensor([0, 1]).int(), "tokens": 3}, ValueError, "begin i32"),
         ({"padding_rows": "none"}, ValueError, "padding_rows 'none': must be one of empty"),
         ({"tokens": -1}, ValueError, "Packing: tokens -1: must be at least 0"),
+        ({"tokens": 4}, ValueError, "Packing: cu_seqlens ends at 5: must be at most tokens 4"),
+        (
+            {"cu_seqlens_padded": torch.tensor([0, 4, 7]).int(), "tokens": 6},
+            ValueError,
+            "Packing: cu_seqlens_padded ends at 7: must be at most tokens 6",
+        ),
+        ({"tokens": 7.0}, TypeError, "Packing: tokens 7.0: must be an integer"),
         ({"sharding": "striped"}, ValueError, "Packing: sharding 'striped': must be one of cont"),
         ({"multiple": 0}, ValueError, "Packing: multiple 0: must be at least 1"),
         ({"backend": "gpu"}, ValueError, "backend 'gpu': must be one of automatic"),

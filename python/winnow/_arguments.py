@@ -45,6 +45,8 @@ _LARGEST = 2**31 - 1  # the library has rows, keys and slots as int32
 
 def check_size(function: str, name: str, value: int, least: int) -> None:
     """Before outputs of that size are allocated."""
+    if isinstance(value, float):
+        raise TypeError(f"{function}: {name} {value}: must be an integer")
     if value < least:
         raise ValueError(f"{function}: {name} {value}: must be at least {least}")
     if value > _LARGEST:

@@ -195,6 +195,10 @@ def sparse_attention(
     if v_dim is None:
         v_dim = q.shape[-1] if q.dim() else 1  # the library refuses a q without dimensions
     check_size("sparse_attention", "v_dim", v_dim, 1)
+    if q.dim() and v_dim > q.shape[-1]:
+        raise ValueError(
+            f"sparse_attention: v_dim {v_dim}: must be at most {q.shape[-1]}, the channels of q"
+        )
     if max_heads_per_pass is not None:
         check_size("sparse_attention", "max_heads_per_pass", max_heads_per_pass, 1)
     if scale == 0:  # 0 means "not given" to the library

@@ -17,7 +17,7 @@ In the shapes below sq and sk are the query and key rows of this rank's call, b 
 
 import functools
 import warnings
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -48,10 +48,12 @@ def register() -> None:
     try:
         from megatron.core import utils
         from megatron.core.transformer.experimental_attention_variant import dsa_kernels
+        from megatron.core.transformer.transformer_config import TransformerConfig
 
         modules = dsa_kernels._BACKEND_MODULE_NAME_BY_BACKEND
         names = utils._VALID_DSA_KERNEL_BACKENDS
-    except (ImportError, AttributeError) as error:
+        field = TransformerConfig.__dataclass_fields__["dsa_kernel_backend"]
+    except (ImportError, AttributeError, KeyError) as error:
         raise RuntimeError(
             "winnow.megatron.register: megatron-core has no table of DSA kernel backends, as 0.19.2"
             f" has: {error}"
@@ -59,6 +61,9 @@ def register() -> None:
     modules["winnow"] = __name__
     if "winnow" not in names:
         utils._VALID_DSA_KERNEL_BACKENDS = (*names, "winnow")
+    choices = get_args(field.type)  # of --dsa-kernel-backend, which is made from the field
+    if choices and "winnow" not in choices:
+        field.type = Literal[(*choices, "winnow")]
 
 
 def run_fused_qk_topk(

@@ -30,7 +30,8 @@ class Packing:
             padding rows. Windows are in these coordinates, and real rows never see padding.
         query_rows: [tokens] int32, the global rows of the queries, -1 for a row that sees nothing.
             By default all rows in order.
-        tokens: the number of rows; rows after the last document see nothing. By default that of
+        tokens: the number of rows; rows after the last document see nothing, and documents must
+            not reach past them (checked where the offsets are in host memory). By default that of
             query_rows or of the documents; reading it from a GPU costs one synchronisation. With a
             group: the rows of the whole batch.
         padding_rows: what padding rows see: "empty", nothing; "see_document", all of their document
@@ -78,7 +79,22 @@ class Packing:
         if tokens is None:
             tokens = self._rows()
         check_size("Packing", "tokens", tokens, 0)
+        if self.query_rows is None:
+            self._check_documents(tokens)
         self._windows = {1: self._make_windows(tokens, 1)}
+
+    def _check_documents(self, tokens: int) -> None:
+        """Refuses documents that reach past the given rows. Offsets on a device are not read, nor
+        are those that Dynamo traces: their rows past the last one do not exist."""
+        padded = self.cu_seqlens_padded is not None
+        ends = self.cu_seqlens_padded if padded else self.cu_seqlens
+        if torch.compiler.is_compiling() or not ends.is_cpu or ends.dim() != 1 or not len(ends):
+            return
+        if ends[-1] > tokens:
+            raise ValueError(
+                f"Packing: {'cu_seqlens_padded' if padded else 'cu_seqlens'} ends at"
+                f" {int(ends[-1])}: must be at most tokens {tokens}"
+            )
 
     @property
     def tokens(self) -> int:

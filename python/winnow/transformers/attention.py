@@ -4,6 +4,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -55,7 +56,7 @@ def attention(
         return _eager(module, query, key, value, attention_mask, indices, scaling, dropout)
     selection = selection_of(module)
     widths = key.shape[-1] + value.shape[-1], key.shape[-1]
-    if reason := why_eager(query, widths, dropout) or _why_not_folded(module):
+    if reason := why_eager(query, widths, dropout) or _why_not_folded(module, query.shape[1]):
         warn_once(f"winnow.transformers: {reason}: attention runs as in eager, on the same keys")
         out, weights = _eager(module, query, key, value, None, indices, scaling, dropout)
         if selection is not None:
@@ -63,6 +64,9 @@ def attention(
         return out, weights
     dtype = working_dtype(query)
     indices = indices.to(query.device)
+    if _is_split(module, query.shape[1]):
+        key = WholeGradients.apply(key, module.kv_b_proj.weight.device_mesh.get_group())
+        s_aux = s_aux.to_local() if hasattr(s_aux, "to_local") else s_aux
     target = None if selection is None else torch.zeros(indices.shape, device=indices.device)
     out = latent_attention(
         query.transpose(1, 2).to(dtype),
@@ -92,9 +96,34 @@ def why_eager(query: Tensor, widths: tuple[int, int], dropout: float) -> str:
     return ""
 
 
-def _why_not_folded(module: nn.Module) -> str:
+class WholeGradients(torch.autograd.Function):
+    """Hands the latents on; their gradients are summed over the ranks that have the other heads.
+
+    A tensor-parallel plan does so where the latents enter kv_b_proj, which folding passes by.
+    """
+
+    @staticmethod
+    def forward(ctx, latent: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return latent.view_as(latent)
+
+    @staticmethod
+    def backward(ctx, d_latent: Tensor) -> tuple[Tensor, None]:
+        total = d_latent.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total.to(d_latent.dtype), None
+
+
+def _is_split(module: nn.Module, heads: int) -> bool:
+    """Whether this rank has only some heads of the module."""
+    return heads < module.config.num_attention_heads
+
+
+def _why_not_folded(module: nn.Module, heads: int) -> str:
     """Why the weight of kv_b_proj cannot be folded into the queries; empty if it can."""
     projection = module.kv_b_proj
+    if _is_split(module, heads) and not hasattr(projection.weight, "device_mesh"):
+        return "heads are split over ranks, but kv_b_proj does not say which"
     dropouts = getattr(projection, "lora_dropout", {}).values()
     if module.training and any(getattr(dropout, "p", 0) for dropout in dropouts):
         return "kv_b_proj has an adapter with dropout: its weight cannot be folded"

@@ -116,15 +116,26 @@ def _window(rows: Documents, window: int, keys: int, real: Tensor | None) -> Ten
     return torch.where(seen, slots - dropped, -1).int()
 
 
+def _given_rows(own: Callable) -> Callable:
+    """A forward that takes rows and the layer of the cache; without rows, that of the class."""
+
+    def forward(
+        self, hidden_states, q_residual, position_ids, past_key_values, layer_idx, rows=None
+    ) -> Any:
+        given = hidden_states, q_residual, position_ids, past_key_values, layer_idx
+        if rows is None:  # attention runs as in eager
+            return type(self).forward(self, *given)
+        cache = None if past_key_values is None else past_key_values.layers[layer_idx]
+        return own(self, *given, rows, cache)
+
+    return forward
+
+
+@_given_rows
 def _compress(
-    self, hidden_states, q_residual, position_ids, past_key_values, layer_idx, rows=None
+    self, hidden_states, q_residual, position_ids, past_key_values, layer_idx, rows, cache
 ) -> tuple[Tensor, Tensor]:
     """The forward of a compressor with an indexer: pools, and the selected slots of each row."""
-    if rows is None:
-        return type(self).forward(
-            self, hidden_states, q_residual, position_ids, past_key_values, layer_idx
-        )
-    cache = None if past_key_values is None else past_key_values.layers[layer_idx]
     pools = pool(self, hidden_states, rows, cache, "compressor")
     selected = self.indexer(
         hidden_states, q_residual, position_ids, past_key_values, layer_idx, rows=rows
@@ -132,30 +143,22 @@ def _compress(
     return pools, selected
 
 
+@_given_rows
 def _compress_all(
-    self, hidden_states, q_residual, position_ids, past_key_values, layer_idx, rows=None
+    self, hidden_states, q_residual, position_ids, past_key_values, layer_idx, rows, cache
 ) -> tuple[Tensor, Tensor]:
     """The forward of a compressor without one: pools, and the visible slots of each row."""
-    if rows is None:
-        return type(self).forward(
-            self, hidden_states, q_residual, position_ids, past_key_values, layer_idx
-        )
-    cache = None if past_key_values is None else past_key_values.layers[layer_idx]
     pools = pool(self, hidden_states, rows, cache, "compressor")
     begin, end = (x[..., None] for x in rows.visible_pools(self.compress_rate))
     slots = begin + torch.arange(pools.shape[1], device=pools.device)
     return pools, torch.where(slots < end, slots, -1).int()
 
 
+@_given_rows
 def _select(
-    self, hidden_states, q_residual, position_ids, past_key_values, layer_idx, rows=None
+    self, hidden_states, q_residual, position_ids, past_key_values, layer_idx, rows, cache
 ) -> Tensor:
     """The forward of an indexer: [batch, rows, topk] int32, the selected slots, then -1."""
-    if rows is None:
-        return type(self).forward(
-            self, hidden_states, q_residual, position_ids, past_key_values, layer_idx
-        )
-    cache = None if past_key_values is None else past_key_values.layers[layer_idx]
     with learning(self):
         hidden_states, q_residual = hidden_states.detach(), q_residual.detach()
         k = pool(self, hidden_states, rows, cache, "indexer")
