@@ -86,14 +86,14 @@ class Packing:
     def _check_documents(self, tokens: int) -> None:
         """Refuses documents that reach past the given rows. Offsets on a device are not read, nor
         are those that Dynamo traces: their rows past the last one do not exist."""
-        padded = self.cu_seqlens_padded is not None
-        ends = self.cu_seqlens_padded if padded else self.cu_seqlens
+        name, ends = "cu_seqlens", self.cu_seqlens
+        if self.cu_seqlens_padded is not None:
+            name, ends = "cu_seqlens_padded", self.cu_seqlens_padded
         if torch.compiler.is_compiling() or not ends.is_cpu or ends.dim() != 1 or not len(ends):
             return
         if ends[-1] > tokens:
             raise ValueError(
-                f"Packing: {'cu_seqlens_padded' if padded else 'cu_seqlens'} ends at"
-                f" {int(ends[-1])}: must be at most tokens {tokens}"
+                f"Packing: {name} ends at {int(ends[-1])}: must be at most tokens {tokens}"
             )
 
     @property
