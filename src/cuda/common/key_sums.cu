@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of key gradients: the final rounding, and deterministic sums by a stable sort of (key,
-// term). The limit is the memory bandwidth: terms are written once and read once.
+// Sums of key gradients: the order of columns, the final rounding, and deterministic sums by a
+// stable sort of (key, term). The limit is the memory bandwidth: terms are written once and read
+// once.
 #include <algorithm>
 #include <bit>
 
@@ -16,6 +17,46 @@ constexpr int kThreads = 256;
 constexpr std::int64_t kMostTerms = std::int64_t{1} << 22;  // of a piece
 constexpr std::int64_t kLeastSlots = 64;
 
+// ---- The order of columns.
+
+/// Puts every 16 columns of the rows into fragment order, or back, in place: in pairs, 2 x 4 are
+/// transposed.
+template <bool kBack>
+__global__ void __launch_bounds__(kThreads) reorder_kernel(KeySums sums) {
+  const std::int64_t groups = sums.dim / 16;
+  const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < sums.keys * groups;
+       i += step) {
+    auto* const quads =
+        reinterpret_cast<float4*>(sums.data + i / groups * sums.stride + i % groups * 16);
+    const float4 a = quads[0];
+    const float4 b = quads[1];
+    const float4 c = quads[2];
+    const float4 d = quads[3];
+    if constexpr (kBack) {
+      quads[0] = {a.x, a.y, b.x, b.y};
+      quads[1] = {c.x, c.y, d.x, d.y};
+      quads[2] = {a.z, a.w, b.z, b.w};
+      quads[3] = {c.z, c.w, d.z, d.w};
+    } else {
+      quads[0] = {a.x, a.y, c.x, c.y};
+      quads[1] = {a.z, a.w, c.z, c.w};
+      quads[2] = {b.x, b.y, d.x, d.y};
+      quads[3] = {b.z, b.w, d.z, d.w};
+    }
+  }
+}
+
+template <bool kBack>
+void reorder(const KeySums& sums, cudaStream_t stream) {
+  if (sums.order == ColumnOrder::natural || sums.keys == 0) return;
+  launch(reorder_kernel<kBack>,
+         {.blocks = blocks_for(sums.keys * sums.dim / 16, kThreads),
+          .threads = kThreads,
+          .stream = stream},
+         sums);
+}
+
 // ---- Rounding.
 
 template <class T>
@@ -26,7 +67,8 @@ __global__ void __launch_bounds__(kThreads)
        i += step) {
     const std::int64_t key = i / sums.dim;
     const std::int64_t d = i % sums.dim;
-    d_keys[key * stride + d] = from_float<T>(sums.data[key * sums.stride + d]);
+    const std::int64_t place = sums.order == ColumnOrder::fragments ? fragment_place(d) : d;
+    d_keys[key * stride + d] = from_float<T>(sums.data[key * sums.stride + place]);
   }
 }
 
@@ -152,11 +194,16 @@ std::size_t key_copy_bytes(const Tensor& d_keys) {
   return static_cast<std::size_t>(d_keys.shape[0] * d_keys.shape[1]) * sizeof(float);
 }
 
-KeySums begin_key_sums(const Tensor& d_keys, Workspace& workspace, cudaStream_t stream) {
-  KeySums sums{
-      .data = nullptr, .stride = d_keys.stride[0], .keys = d_keys.shape[0], .dim = d_keys.shape[1]};
+KeySums begin_key_sums(const Tensor& d_keys, Workspace& workspace, cudaStream_t stream,
+                       ColumnOrder order) {
+  KeySums sums{.data = nullptr,
+               .stride = d_keys.stride[0],
+               .keys = d_keys.shape[0],
+               .dim = d_keys.shape[1],
+               .order = order};
   if (d_keys.dtype == DType::f32) {
     sums.data = data_of<float>(d_keys);
+    reorder<false>(sums, stream);
   } else if (key_copy_bytes(d_keys) > 0) {
     sums.data = workspace.take<float>(sums.keys * sums.dim);
     sums.stride = sums.dim;
@@ -166,6 +213,7 @@ KeySums begin_key_sums(const Tensor& d_keys, Workspace& workspace, cudaStream_t 
 }
 
 void finish_key_sums(const KeySums& sums, const Tensor& d_keys, cudaStream_t stream) {
+  if (d_keys.dtype == DType::f32) reorder<true>(sums, stream);
   if (d_keys.dtype == DType::bf16) round_sums<__nv_bfloat16>(sums, d_keys, stream);
   if (d_keys.dtype == DType::f16) round_sums<__half>(sums, d_keys, stream);
 }
