@@ -20,29 +20,29 @@ constexpr std::int64_t kLeastSlots = 64;
 // ---- The order of columns.
 
 /// Puts every 16 columns of the rows into fragment order, or back, in place: in pairs, 2 x 4 are
-/// transposed.
+/// transposed. A warp takes a row, four lanes 16 columns of it, so that accesses are coalesced.
 template <bool kBack>
 __global__ void __launch_bounds__(kThreads) reorder_kernel(KeySums sums) {
-  const std::int64_t groups = sums.dim / 16;
-  const std::int64_t step = std::int64_t{gridDim.x} * kThreads;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < sums.keys * groups;
-       i += step) {
-    auto* const quads =
-        reinterpret_cast<float4*>(sums.data + i / groups * sums.stride + i % groups * 16);
-    const float4 a = quads[0];
-    const float4 b = quads[1];
-    const float4 c = quads[2];
-    const float4 d = quads[3];
-    if constexpr (kBack) {
-      quads[0] = {a.x, a.y, b.x, b.y};
-      quads[1] = {c.x, c.y, d.x, d.y};
-      quads[2] = {a.z, a.w, b.z, b.w};
-      quads[3] = {c.z, c.w, d.z, d.w};
-    } else {
-      quads[0] = {a.x, a.y, c.x, c.y};
-      quads[1] = {a.z, a.w, c.z, c.w};
-      quads[2] = {b.x, b.y, d.x, d.y};
-      quads[3] = {b.z, b.w, d.z, d.w};
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int part = lane % 4;  // of the 16 columns, as they are stored
+  const int from = kBack ? part % 2 * 8 + part / 2 * 2 : part * 2;
+  constexpr int kToNext = kBack ? 4 : 8;
+  const std::int64_t step = std::int64_t{gridDim.x} * (kThreads / 32);
+  for (std::int64_t key = std::int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
+       key < sums.keys; key += step) {
+    for (std::int64_t base = 0; base < sums.dim; base += 32 * 4) {
+      const std::int64_t column = base + lane / 4 * 16;
+      float* const columns = sums.data + key * sums.stride + column;
+      float2 first{};
+      float2 second{};
+      if (column < sums.dim) {
+        first = *reinterpret_cast<const float2*>(columns + from);
+        second = *reinterpret_cast<const float2*>(columns + from + kToNext);
+      }
+      __syncwarp();  // All lanes have read.
+      if (column < sums.dim) {
+        *reinterpret_cast<float4*>(columns + part * 4) = {first.x, first.y, second.x, second.y};
+      }
     }
   }
 }
@@ -51,9 +51,7 @@ template <bool kBack>
 void reorder(const KeySums& sums, cudaStream_t stream) {
   if (sums.order == ColumnOrder::natural || sums.keys == 0) return;
   launch(reorder_kernel<kBack>,
-         {.blocks = blocks_for(sums.keys * sums.dim / 16, kThreads),
-          .threads = kThreads,
-          .stream = stream},
+         {.blocks = blocks_for(sums.keys, kThreads / 32), .threads = kThreads, .stream = stream},
          sums);
 }
 
