@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of key gradients: the final rounding, and deterministic sums by a stable sort of (key,
-// term). The limit is the memory bandwidth: terms are written once and read once.
+// Sums of key gradients: the order of columns, the final rounding, and deterministic sums by a
+// stable sort of (key, term). The limit is the memory bandwidth: terms are written once and read
+// once.
 #include <algorithm>
 #include <bit>
 
@@ -16,6 +17,44 @@ constexpr int kThreads = 256;
 constexpr std::int64_t kMostTerms = std::int64_t{1} << 22;  // of a piece
 constexpr std::int64_t kLeastSlots = 64;
 
+// ---- The order of columns.
+
+/// Puts every 16 columns of the rows into fragment order, or back, in place: in pairs, 2 x 4 are
+/// transposed. A warp takes a row, four lanes 16 columns of it, so that accesses are coalesced.
+template <bool kBack>
+__global__ void __launch_bounds__(kThreads) reorder_kernel(KeySums sums) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int part = lane % 4;  // of the 16 columns, as they are stored
+  const int from = kBack ? part % 2 * 8 + part / 2 * 2 : part * 2;
+  constexpr int kToNext = kBack ? 4 : 8;
+  const std::int64_t step = std::int64_t{gridDim.x} * (kThreads / 32);
+  for (std::int64_t key = std::int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
+       key < sums.keys; key += step) {
+    for (std::int64_t base = 0; base < sums.dim; base += 32 * 4) {
+      const std::int64_t column = base + lane / 4 * 16;
+      float* const columns = sums.data + key * sums.stride + column;
+      float2 first{};
+      float2 second{};
+      if (column < sums.dim) {
+        first = *reinterpret_cast<const float2*>(columns + from);
+        second = *reinterpret_cast<const float2*>(columns + from + kToNext);
+      }
+      __syncwarp();  // All lanes have read.
+      if (column < sums.dim) {
+        *reinterpret_cast<float4*>(columns + part * 4) = {first.x, first.y, second.x, second.y};
+      }
+    }
+  }
+}
+
+template <bool kBack>
+void reorder(const KeySums& sums, cudaStream_t stream) {
+  if (sums.order == ColumnOrder::natural || sums.keys == 0) return;
+  launch(reorder_kernel<kBack>,
+         {.blocks = blocks_for(sums.keys, kThreads / 32), .threads = kThreads, .stream = stream},
+         sums);
+}
+
 // ---- Rounding.
 
 template <class T>
@@ -26,7 +65,8 @@ __global__ void __launch_bounds__(kThreads)
        i += step) {
     const std::int64_t key = i / sums.dim;
     const std::int64_t d = i % sums.dim;
-    d_keys[key * stride + d] = from_float<T>(sums.data[key * sums.stride + d]);
+    const std::int64_t place = sums.order == ColumnOrder::fragments ? fragment_place(d) : d;
+    d_keys[key * stride + d] = from_float<T>(sums.data[key * sums.stride + place]);
   }
 }
 
@@ -152,11 +192,16 @@ std::size_t key_copy_bytes(const Tensor& d_keys) {
   return static_cast<std::size_t>(d_keys.shape[0] * d_keys.shape[1]) * sizeof(float);
 }
 
-KeySums begin_key_sums(const Tensor& d_keys, Workspace& workspace, cudaStream_t stream) {
-  KeySums sums{
-      .data = nullptr, .stride = d_keys.stride[0], .keys = d_keys.shape[0], .dim = d_keys.shape[1]};
+KeySums begin_key_sums(const Tensor& d_keys, Workspace& workspace, cudaStream_t stream,
+                       ColumnOrder order) {
+  KeySums sums{.data = nullptr,
+               .stride = d_keys.stride[0],
+               .keys = d_keys.shape[0],
+               .dim = d_keys.shape[1],
+               .order = order};
   if (d_keys.dtype == DType::f32) {
     sums.data = data_of<float>(d_keys);
+    reorder<false>(sums, stream);
   } else if (key_copy_bytes(d_keys) > 0) {
     sums.data = workspace.take<float>(sums.keys * sums.dim);
     sums.stride = sums.dim;
@@ -166,6 +211,7 @@ KeySums begin_key_sums(const Tensor& d_keys, Workspace& workspace, cudaStream_t 
 }
 
 void finish_key_sums(const KeySums& sums, const Tensor& d_keys, cudaStream_t stream) {
+  if (d_keys.dtype == DType::f32) reorder<true>(sums, stream);
   if (d_keys.dtype == DType::bf16) round_sums<__nv_bfloat16>(sums, d_keys, stream);
   if (d_keys.dtype == DType::f16) round_sums<__half>(sums, d_keys, stream);
 }

@@ -12,12 +12,24 @@
 
 namespace winnow::cuda {
 
+/// The order of a row's columns while it is summed. In fragment order the values that a lane holds
+/// of 16 columns of an accumulator (hopper/wgmma.cuh) are neighbours, so that it can add them by
+/// one instruction; such rows have a multiple of 16 columns and begin at 16-byte boundaries.
+enum class ColumnOrder : std::int32_t { natural, fragments };
+
+/// Where column d stands in fragment order: of every 16 columns, lane c of a quad holds 2c, 2c + 1,
+/// 2c + 8 and 2c + 9.
+__host__ __device__ constexpr std::int64_t fragment_place(std::int64_t d) {
+  return d / 16 * 16 + d % 8 / 2 * 4 + d / 8 % 2 * 2 + d % 2;
+}
+
 /// The rows in which key gradients are summed: the caller's tensor, or an fp32 copy behind a tensor
 /// of bf16 or f16.
 struct KeySums {
   float* data;  // [keys, dim]
   std::int64_t stride;
   std::int64_t keys, dim;
+  ColumnOrder order = ColumnOrder::natural;
 };
 
 /// Where a kernel leaves what its slots give to their keys.
@@ -30,9 +42,10 @@ enum class KeyGradient : std::int32_t {
 
 /// Bytes of the copy, which comes on top of the workspace limit.
 std::size_t key_copy_bytes(const Tensor& d_keys);
-/// Zeros the copy, if there is one.
-KeySums begin_key_sums(const Tensor& d_keys, Workspace& workspace, cudaStream_t stream);
-/// Rounds the copy, if there is one, to the caller's tensor.
+/// Zeros the copy, or puts the columns of the caller's tensor into the order of the sums.
+KeySums begin_key_sums(const Tensor& d_keys, Workspace& workspace, cudaStream_t stream,
+                       ColumnOrder order = ColumnOrder::natural);
+/// Rounds the copy to the caller's tensor, or puts the columns of that tensor back.
 void finish_key_sums(const KeySums& sums, const Tensor& d_keys, cudaStream_t stream);
 
 // ---- Deterministic sums. What a slot gives to its key is a row of `dim` floats, a term. The terms

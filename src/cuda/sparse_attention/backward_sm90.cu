@@ -3,7 +3,8 @@
 //
 // A thread block takes 64 heads of a query at a time; their rows of q and d_out stay in shared
 // memory while blocks of 64 keys pass. dQ stays in registers; dKV is computed 64 columns at a time
-// and added to device memory straight from the accumulators.
+// and added to device memory straight from the accumulators, in whose order d_kv's columns stand
+// until the last kernel of the call puts them back.
 //
 // clang-format off
 // warpgroup 0         gathers a block; S = Q K^T and dP = dO V^T; then P and dS to shared memory.
@@ -256,7 +257,8 @@ std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution
 void run(const SparseAttentionBackward& args, const Execution& execution) {
   const DeviceGuard guard(args.d_kv.device);
   Workspace workspace(execution, workspace_bytes(args, execution));
-  const KeySums sums = begin_key_sums(args.d_kv, workspace, execution.stream);
+  const KeySums sums =
+      begin_key_sums(args.d_kv, workspace, execution.stream, ColumnOrder::fragments);
   if (args.q.shape[0] > 0) {
     if (execution.deterministic) {
       run_in_order(args, sums, workspace, execution);

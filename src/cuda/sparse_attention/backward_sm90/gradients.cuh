@@ -70,20 +70,21 @@ __device__ void compute_constants(const BackwardSm90Parameters<T>& params, const
   }
 }
 
+/// The first of the four tiles of warpgroup 1 or 2.
+__device__ inline int first_side_tile() { return (own_thread() / kWarpgroup - 1) * kSideTiles; }
+
 template <class T, KeyGradients kMode>
 __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, SharedStorage& shared) {
-  const int side = static_cast<int>(threadIdx.x) / kWarpgroup - 1;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int first_tile = side * kSideTiles;
   int blocks = 0;
   int items = 0;
   for (int number = static_cast<int>(blockIdx.x); number < params.items;
        number += static_cast<int>(gridDim.x), ++items) {
-    const int item_blocks = item_of(params, number).blocks;
     compute_constants(params, item_of(params, number), shared);
     shared.item_full.wait(items);
     float d_q[128] = {};
-    for (int block = 0; block < item_blocks; ++block, ++blocks) {
+    const int end = blocks + item_of(params, number).blocks;
+    for (; blocks < end; ++blocks) {
+      const int first_tile = first_side_tile();
       shared.scores_full.wait(blocks);
       const std::uint32_t ds = shared_address(shared.ds);
       wgmma_fence();
@@ -95,15 +96,19 @@ __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, Share
       }
       wgmma_commit();
       wgmma_wait<0>();
-      if (lane == 0) shared.kv_free.arrive();
+      if (own_thread() % 32 == 0) shared.kv_free.arrive();
+      const int block = blocks - end + item_of(params, number).blocks;
       const KeyBlock key_block{shared.keys[blocks % 2], first_slot_of(params, number, block)};
 #pragma unroll 1
       for (int tile = first_tile; tile < first_tile + kSideTiles; ++tile) {
         emit_key_gradients<kMode, true>(params, shared, key_block, tile, [&] {
-          if (tile + 1 == first_tile + kSideTiles && lane == 0) shared.scores_free.arrive();
+          if (tile + 1 == first_tile + kSideTiles && own_thread() % 32 == 0) {
+            shared.scores_free.arrive();
+          }
         });
       }
     }
+    const int lane = own_thread() % 32;
     if (lane == 0) shared.item_free.arrive();
     const Item item = item_of(params, number);
     const int of_item = (static_cast<int>(threadIdx.x) - kWarpgroup) / 4;
@@ -118,7 +123,7 @@ __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, Share
     }
 #pragma unroll
     for (int j = 0; j < kSideTiles; ++j) {
-      store_d_q(params, item, d_q + 32 * j, (first_tile + j) * kTileColumns);
+      store_d_q(params, item, d_q + 32 * j, (first_side_tile() + j) * kTileColumns);
     }
   }
 }

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "cuda/hopper/quad.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {
@@ -33,9 +32,10 @@ struct KeyBlock {
   std::int64_t first_slot;  // counted over all rows
 };
 
-/// Adds or writes columns [first_column, first_column + 64) of the gradients of a block's keys.
-/// With one instruction eight lanes, two neighbouring quads, emit 32 columns of a row: L2 adds full
-/// lines of 128 bytes fastest, by more than the shuffles cost.
+/// Adds or writes columns [first_column, first_column + 64) of the gradients of a block's keys, in
+/// fragment order (common/key_sums.cuh), in which the four values that a lane has of 16 columns are
+/// neighbours. Two neighbouring quads swap halves, so that with one instruction eight lanes emit a
+/// line of 128 bytes of a row: L2 adds full lines fastest.
 template <KeyGradients kMode, class T>
 __device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyBlock& block,
                              const float (&gradients)[32], int first_column) {
@@ -43,7 +43,7 @@ __device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyB
   const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32;
   const int first_row = warp * 16 + lane / 8 * 2;
   const bool is_odd = lane & 4;  // of the quad
-  float* const column = params.d_kv + first_column + lane % 4 * 8 + (is_odd ? 4 : 0);
+  float* const column = params.d_kv + first_column + lane % 8 * 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // rows lane / 4, then lane / 4 + 8
     const int row = first_row + 8 * half;
@@ -54,30 +54,20 @@ __device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyB
     float* const odd_row =
         column + (kWritten ? block.first_slot + row + 1 : pair.y) * params.d_kv_stride;
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {  // 32 columns
-      std::uint32_t even[4];
-      std::uint32_t odd[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        even[i] = __float_as_uint(gradients[16 * part + 4 * i + 2 * half]);
-        odd[i] = __float_as_uint(gradients[16 * part + 4 * i + 2 * half + 1]);
-      }
-      transpose_in_quad(even);
-      transpose_in_quad(odd);
-      // Now a lane has columns 8c to 8c + 7 of a row. The even quad takes the lower four of both
-      // rows, the odd one the upper four.
+    for (int line = 0; line < 2; ++line) {  // of 32 columns
+      // Of both rows the even quad takes the first 16 columns, the odd one the others.
       float of_even_row[4];
       float of_odd_row[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const std::uint32_t low = i % 2 == 0 ? even[i / 2] : odd[i / 2];
-        const std::uint32_t high = i % 2 == 0 ? even[2 + i / 2] : odd[2 + i / 2];
-        const std::uint32_t got = __shfl_xor_sync(0xffffffffu, is_odd ? low : high, 4);
-        of_even_row[i] = __uint_as_float(is_odd ? got : low);
-        of_odd_row[i] = __uint_as_float(is_odd ? high : got);
+        const float low = gradients[16 * line + i / 2 * 4 + 2 * half + i % 2];
+        const float high = gradients[16 * line + 8 + i / 2 * 4 + 2 * half + i % 2];
+        const float got = __shfl_xor_sync(0xffffffffu, is_odd ? low : high, 4);
+        of_even_row[i] = is_odd ? got : low;
+        of_odd_row[i] = is_odd ? high : got;
       }
-      if (pair.x >= 0) emit_4<kMode>(even_row + 32 * part, of_even_row);
-      if (pair.y >= 0) emit_4<kMode>(odd_row + 32 * part, of_odd_row);
+      if (pair.x >= 0) emit_4<kMode>(even_row + 32 * line, of_even_row);
+      if (pair.y >= 0) emit_4<kMode>(odd_row + 32 * line, of_odd_row);
     }
   }
 }

@@ -27,16 +27,17 @@ class Gatherer {
   __device__ void start_item(const Item& item) {
     indices_ = params_.indices + item.t * params_.indices_stride;
     slots_ = item.slots;
-    load_keys(0);
+    next_slot_ = 0;
+    load_keys();
   }
 
   /// Copies a block, whose keys were loaded one call ago, and loads the next block's keys.
-  __device__ void gather(int block, int parity) {
+  __device__ void gather(int parity) {
     const int lane = static_cast<int>(threadIdx.x) % 8;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = row_of(i);
-      const std::int32_t key = keys_[i];
+      const std::int32_t key = __shfl_sync(0xffffffffu, key_, i, 8);
       if (lane == 0) shared_.keys[parity][row] = key;
       const T* const from = params_.kv + (key < 0 ? 0 : key) * params_.kv_stride + lane * 8;
       const std::uint32_t to = shared_address(shared_.kv) + tile_offset(row, lane);
@@ -45,7 +46,7 @@ class Gatherer {
         copy_16_bytes(to + tile * kTileBytes, from + tile * kTileColumns, key >= 0);
       }
     }
-    load_keys(block + 1);
+    load_keys();
   }
 
  private:
@@ -53,20 +54,19 @@ class Gatherer {
   static constexpr int kRows = kBlock / kGroups;
   __device__ static int row_of(int i) { return static_cast<int>(threadIdx.x) / 8 + i * kGroups; }
 
-  __device__ void load_keys(int block) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int slot = block * kBlock + row_of(i);
-      const std::int32_t key = slot < slots_ ? __ldg(indices_ + slot) : -1;
-      keys_[i] = key < params_.keys ? key : -1;
-    }
+  __device__ void load_keys() {
+    const int slot = next_slot_ + row_of(static_cast<int>(threadIdx.x) % kRows);
+    next_slot_ += kBlock;
+    const std::int32_t key = slot < slots_ ? __ldg(indices_ + slot) : -1;
+    key_ = key < params_.keys ? key : -1;
   }
 
   const BackwardSm90Parameters<T>& params_;
   SharedStorage& shared_;
   const std::int32_t* indices_ = nullptr;
   int slots_ = 0;
-  std::int32_t keys_[kRows];  // negative: none
+  int next_slot_ = 0;
+  std::int32_t key_ = -1;  // of row_of(i) in lane i of eight, i < kRows; negative: none
 };
 
 /// Stores two neighbours of a row of P or dS in the layout that the products read.
@@ -98,7 +98,7 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
   int items = 0;
   if (static_cast<int>(blockIdx.x) < params.items) {
     gatherer.start_item(item_of(params, static_cast<int>(blockIdx.x)));
-    gatherer.gather(0, 0);
+    gatherer.gather(0);
   }
   for (int number = static_cast<int>(blockIdx.x); number < params.items;
        number += static_cast<int>(gridDim.x), ++items) {
@@ -118,15 +118,16 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
     shared.constants_full.wait(items);
     const HeadConstants constants[2] = {shared.constants[row], shared.constants[row + 8]};
     float d_q[32] = {};  // of the rope part
-    bool has_keys = false;
-    for (int block = 0; block < item.blocks; ++block, ++blocks) {
+    if (threadIdx.x == 0) shared.has_keys[items % 2] = false;
+    const int end = blocks + item.blocks;
+    for (; blocks < end; ++blocks) {
       wait_for_own_copies();
       fence_proxy_async();
       sync_score_warps();
       const std::int32_t(&keys)[kBlock] = shared.keys[blocks % 2];
       const std::uint32_t valid[2] = {__ballot_sync(0xffffffffu, keys[lane] >= 0),
                                       __ballot_sync(0xffffffffu, keys[lane + 32] >= 0)};
-      has_keys = has_keys || (valid[0] | valid[1]) != 0;
+      if (threadIdx.x == 0 && (valid[0] | valid[1]) != 0) shared.has_keys[items % 2] = true;
 
       // One product after the other, which leaves registers for d_q. Nothing is stored before both
       // are done, because the previous block's gradients may still read P and dS.
@@ -168,7 +169,6 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
         store_pair(shared.p, row + i % 2 * 8, i / 2, p[i]);
         store_pair(shared.ds, row + i % 2 * 8, i / 2, ds[i]);
       }
-      if (threadIdx.x == 0 && block + 1 == item.blocks) shared.has_keys[items % 2] = has_keys;
       fence_proxy_async();
       shared.scores_full.arrive();
       sync_score_warps();
@@ -185,21 +185,24 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
         wgmma_wait<0>();
       }
       shared.kv_free.wait(blocks);
-      if (block + 1 < item.blocks) {
-        gatherer.gather(block + 1, (blocks + 1) % 2);
+      if (blocks + 1 < end) {
+        gatherer.gather((blocks + 1) % 2);
       } else if (number + static_cast<int>(gridDim.x) < params.items) {
         gatherer.start_item(item_of(params, number + static_cast<int>(gridDim.x)));
-        gatherer.gather(0, (blocks + 1) % 2);
+        gatherer.gather((blocks + 1) % 2);
       }
       // This work overlaps the gather of the next block.
       if constexpr (kRope) {
+        const int block = blocks - end + item_of(params, number).blocks;
         emit_key_gradients<kMode, false>(
             params, shared, {keys, first_slot_of(params, number, block)}, kValueTiles, [] {});
       }
     }
-    if constexpr (kRope) store_d_q(params, item, d_q, kValueTiles * kTileColumns);
+    if constexpr (kRope) {
+      store_d_q(params, item_of(params, number), d_q, kValueTiles * kTileColumns);
+    }
     __syncwarp();
-    if (lane == 0) shared.item_free.arrive();
+    if (own_thread() % 32 == 0) shared.item_free.arrive();
   }
 }
 

@@ -53,6 +53,14 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
+/// threadIdx.x, read anew so that it takes no register before: a spilled register is reloaded
+/// behind the reductions that wait in the same queue.
+__device__ inline int own_thread() {
+  int thread = 0;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 template <class T>
 __device__ inline float2 unpack_pair(std::uint32_t pair) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
