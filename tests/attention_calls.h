@@ -366,6 +366,16 @@ inline std::vector<Attention> attention_shapes(Backend backend) {
                     .v_dim = 512,
                     .topk = 200,
                     .scale = 0.0625F});
+  // So many rows that a thread block of a GPU has several.
+  if (backend == Backend::cuda) {
+    shapes.push_back({.tokens = 600,
+                      .keys = 300,
+                      .heads = 9,
+                      .qk_dim = 512,
+                      .v_dim = 512,
+                      .topk = 150,
+                      .scale = 0});
+  }
   return shapes;
 }
 

@@ -45,7 +45,7 @@ void expect_right_or_refused(std::uint64_t begin, std::uint64_t end) {
     // Both outcomes must be frequent, or the test would be void. Refusals are rarer on a device,
     // where the contents of index tensors are clamped.
     EXPECT_GT(fuzz.computed, (end - begin) / 5);
-    EXPECT_GT(fuzz.refused, (end - begin) * 2 / 5);
+    EXPECT_GT(fuzz.refused, (end - begin) * (backend == Backend::cuda ? 4 : 5) / 10);
   });
 }
 

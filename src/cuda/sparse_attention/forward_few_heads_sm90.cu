@@ -20,7 +20,7 @@
 //                 q_free   Q's memory, through which out is stored, can be overwritten
 // clang-format on
 //
-// Shared memory, 220 KiB: two stages of 72 KiB, Q of two items 36, the teams' sums 32, P 4. The
+// Shared memory, 217 KiB: two stages of 72 KiB, Q of two items 36, the teams' sums 32, P 4. The
 // limit is the gather, 1152 bytes for 34,816 FLOPs; next to it the bandwidth of shared memory: the
 // products read every key twice, and Q with each.
 #include <algorithm>

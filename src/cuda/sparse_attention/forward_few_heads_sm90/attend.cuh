@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "cuda/common/mma.cuh"
+#include "cuda/hopper/store_matrices.cuh"
 #include "cuda/sparse_attention/forward_few_heads_sm90/shared.cuh"
 
 namespace winnow::cuda::sparse_attention::forward_few_heads {
@@ -111,8 +112,9 @@ class Attention {
     }
     // Matrix i holds 8 keys by 8 heads; stored transposed, a head's 8 keys are a 16-byte piece.
     const int matrix = lane() / 8;
-    store_transposed(p, shared_address(shared_.p[team_]) +
-                            tile_offset(lane() % 8 + matrix / 2 * 8, warp() * 2 + matrix % 2));
+    store_transposed(shared_address(shared_.p[team_]) +
+                         tile_offset(lane() % 8 + matrix / 2 * 8, warp() * 2 + matrix % 2),
+                     p);
     fence_proxy_async();
     sync_team();  // all of P is there
   }
@@ -301,8 +303,9 @@ class Attention {
                                     out[4 * half + 3] * own[j + 1] + left.w * other[j + 1]);
     }
     const int matrix = lane() / 8;
-    store_transposed(words, staging + staging_offset(lane() % 8 + matrix / 2 * 8,
-                                                     tile * 8 + warp() * 2 + matrix % 2));
+    store_transposed(staging + staging_offset(lane() % 8 + matrix / 2 * 8,
+                                              tile * 8 + warp() * 2 + matrix % 2),
+                     words);
   }
 
   /// Stores this team's channels of an item, whole rows of 512 bytes a warp.
@@ -319,15 +322,6 @@ class Attention {
       if (h < params_.heads)
         *reinterpret_cast<uint4*>(target + h * params_.out_head_stride) = words;
     }
-  }
-
-  /// Stores four transposed 8 x 8 matrices; lane i gives the address of row i % 8 of matrix i / 8.
-  __device__ static void store_transposed(const std::uint32_t (&matrices)[4],
-                                          std::uint32_t address) {
-    asm volatile(
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-        "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
-        : "memory");
   }
 
   const ForwardParameters& params_;
