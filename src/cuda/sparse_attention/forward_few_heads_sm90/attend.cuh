@@ -303,9 +303,9 @@ class Attention {
                                     out[4 * half + 3] * own[j + 1] + left.w * other[j + 1]);
     }
     const int matrix = lane() / 8;
-    store_transposed(staging + staging_offset(lane() % 8 + matrix / 2 * 8,
-                                              tile * 8 + warp() * 2 + matrix % 2),
-                     words);
+    store_transposed(
+        staging + staging_offset(lane() % 8 + matrix / 2 * 8, tile * 8 + warp() * 2 + matrix % 2),
+        words);
   }
 
   /// Stores this team's channels of an item, whole rows of 512 bytes a warp.
