@@ -84,8 +84,11 @@ def smooth(rows: int, dim: int, memory: int) -> Tensor:
 def lists(kind: str, keys: int, topk: int) -> Tensor:
     """[TOKENS, topk] int32, ascending, of the last rows of a document of `keys` rows."""
     if kind == "random":
-        chosen = [torch.randperm(keys, device="cuda")[:topk].sort().values for _ in range(TOKENS)]
-        return torch.stack(chosen).int()
+        chosen = []
+        for rows in torch.arange(TOKENS).split((1 << 28) // keys):
+            noise = torch.rand(len(rows), keys, device="cuda")
+            chosen.append(noise.topk(topk, sorted=False).indices.sort().values)
+        return torch.cat(chosen).int()
     x = smooth(keys, 64, 300)
     q = (x[-TOKENS:] + 0.3 * torch.randn_like(x[-TOKENS:]))[:, None].bfloat16()
     weights = torch.ones(TOKENS, 1, device="cuda")
