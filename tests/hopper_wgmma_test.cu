@@ -248,14 +248,14 @@ TEST_F(Wgmma, FragmentsAreStoredAsMatricesAndTransposed) {
   const Buffer transposed = ints(kDevice, {256}, Ints(256, -1));
   run_block(store_kernel<false>, 32, 0, static_cast<std::int32_t*>(plain.tensor().data));
   run_block(store_kernel<true>, 32, 0, static_cast<std::int32_t*>(transposed.tensor().data));
-  Values expected(256);
-  Values columns(256);
+  Ints expected(256);
+  Ints columns(256);
   for (int i = 0; i < 256; ++i) {
     expected[i] = i;
     columns[i] = i / 64 * 64 + i % 8 * 8 + i / 8 % 8;
   }
-  EXPECT_EQ(plain.download(), expected);
-  EXPECT_EQ(transposed.download(), columns);
+  EXPECT_EQ(plain.download_ints(), expected);
+  EXPECT_EQ(transposed.download_ints(), columns);
   expect_canaries_intact(plain, transposed);
 }
 

@@ -78,7 +78,8 @@ def smooth(rows: int, dim: int, memory: int) -> Tensor:
     kernel = keep ** torch.arange(length, device="cuda") * math.sqrt(1 - keep * keep)
     size = 1 << (rows + length).bit_length()
     spectrum = torch.fft.rfft(torch.randn(rows, dim, device="cuda"), n=size, dim=0)
-    return torch.fft.irfft(spectrum * torch.fft.rfft(kernel, n=size)[:, None], n=size, dim=0)[:rows]
+    product = spectrum * torch.fft.rfft(kernel, n=size)[:, None]
+    return torch.fft.irfft(product, n=size, dim=0)[:rows].contiguous()
 
 
 def lists(kind: str, keys: int, topk: int) -> Tensor:
