@@ -203,6 +203,16 @@ def test_a_failed_write_leaves_the_page_that_was_there(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "report.html"}
 
 
+def test_links_and_devices_stay_what_they_are(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps(RUN))
+    page_file, link = tmp_path / "page.html", tmp_path / "link.html"
+    link.symlink_to(page_file)
+    for output in (link, Path(os.devnull)):
+        assert main(["report", str(tmp_path / "run.json"), "--output", str(output)]) == 0
+    assert link.is_symlink() and "A training step" in page_file.read_text()
+    assert Path(os.devnull).is_char_device()
+
+
 def test_an_error_of_measuring_is_not_blamed_on_a_file(tmp_path, monkeypatch):
     def fail(device):
         raise KeyError("of measuring")
