@@ -14,7 +14,8 @@ int main() {
   std::vector<float> q(kTokens * kHeads * kDim), kv(kTokens * kDim), weights(kTokens * kHeads, 1);
   for (std::size_t i = 0; i < q.size(); ++i) q[i] = std::sin(0.1f * static_cast<float>(i));
   for (std::size_t i = 0; i < kv.size(); ++i) kv[i] = std::cos(0.3f * static_cast<float>(i));
-  std::vector<std::int32_t> cu_seqlens = {0, 3, 8};  // document i holds the rows [i, i + 1) of it
+  // Document i has the rows [cu_seqlens[i], cu_seqlens[i + 1]).
+  std::vector<std::int32_t> cu_seqlens = {0, 3, 8};
 
   // Outputs are memory of the caller.
   std::vector<std::int32_t> begin(kTokens), end(kTokens), lengths(kTokens),

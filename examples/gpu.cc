@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention on a GPU as a serving loop would call it: on its own stream, with a workspace that is
-// allocated once, captured into a CUDA graph that is launched with new inputs.
+// Attention on a GPU in a loop over batches of one shape: on a stream of the caller, with a
+// workspace that is allocated once, captured into a CUDA graph that is launched with new inputs.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -30,13 +30,17 @@ T* on_gpu(const std::vector<T>& values) {
   return memory;
 }
 
-/// The largest difference of out from the mean of the selected keys, to which equal logits lead.
+/// The largest difference of out from the mean of the selected keys, to which equal logits lead in
+/// every row and head. NaN counts as infinite.
 float error_of(const std::vector<float>& out, const std::vector<float>& kv) {
   float largest = 0;
   for (int d = 0; d < kDim; ++d) {
     float mean = 0;
     for (int s = 0; s < kTopk; ++s) mean += kv[s * kDim + d] / kTopk;
-    largest = std::max(largest, std::abs(out[d] - mean));
+    for (int line = 0; line < kTokens * kHeads; ++line) {
+      const float error = std::abs(out[line * kDim + d] - mean);
+      largest = std::max(largest, std::isnan(error) ? INFINITY : error);
+    }
   }
   return largest;
 }

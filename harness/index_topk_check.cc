@@ -17,10 +17,6 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-Shape shape_of(const Tensor& tensor) {
-  return {tensor.shape.begin(), tensor.shape.begin() + tensor.rank};
-}
-
 Buffer magnitudes_of(const Buffer& source) {
   Buffer result(Device{}, DType::f64, shape_of(source.tensor()));
   result.upload(magnitudes(source.download()));

@@ -42,7 +42,7 @@ bool all_canary(const std::byte* first, const std::byte* last) {
   return std::all_of(first, last, [](std::byte each) { return each == std::byte{kCanary}; });
 }
 
-void copy_ints(const void* from, std::size_t bytes, void* to) {
+void copy_bytes(const void* from, std::size_t bytes, void* to) {
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
 
@@ -178,9 +178,11 @@ void Buffer::upload(std::span<const double> values, const Rows& rows) {
   });
 }
 
-void Buffer::upload(std::span<const std::int32_t> values) {
+void Buffer::upload(std::span<const std::int32_t> values) { upload(std::as_bytes(values)); }
+
+void Buffer::upload(std::span<const std::byte> elements) {
   on_lines(Access::write, [&](std::int64_t line, std::byte* to) {
-    copy_ints(values.data() + line * line_length(), line_bytes(), to);
+    copy_bytes(elements.data() + static_cast<std::size_t>(line) * line_bytes(), line_bytes(), to);
   });
 }
 
@@ -203,7 +205,7 @@ std::vector<double> Buffer::download(const Rows& rows) const {
 std::vector<std::int32_t> Buffer::download_ints() const {
   std::vector<std::int32_t> values(lines() * line_length());
   on_lines(Access::read, [&](std::int64_t line, const std::byte* from) {
-    copy_ints(from, line_bytes(), values.data() + line * line_length());
+    copy_bytes(from, line_bytes(), values.data() + line * line_length());
   });
   return values;
 }
@@ -211,7 +213,7 @@ std::vector<std::int32_t> Buffer::download_ints() const {
 std::vector<std::int32_t> Buffer::download_ints(const Rows& rows) const {
   std::vector<std::int32_t> values(rows.size() * lines_of_row() * line_length());
   on_lines(rows, Access::read, [&](std::int64_t line, const std::byte* from) {
-    copy_ints(from, line_bytes(), values.data() + line * line_length());
+    copy_bytes(from, line_bytes(), values.data() + line * line_length());
   });
   return values;
 }

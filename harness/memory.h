@@ -16,6 +16,10 @@ namespace winnow::harness {
 using Shape = std::vector<std::int64_t>;
 using Rows = std::vector<std::int64_t>;
 
+inline Shape shape_of(const Tensor& tensor) {
+  return {tensor.shape.begin(), tensor.shape.begin() + tensor.rank};
+}
+
 /// Writes the values of one line: an innermost row, counted over the dimensions before it, or one
 /// element of a tensor of rank 1. Called from several threads.
 using Values = std::function<void(std::int64_t line, std::span<double> values)>;
@@ -36,6 +40,7 @@ class Buffer {
   void fill(const Values& values);
   void upload(std::span<const double> values);
   void upload(std::span<const std::int32_t> values);
+  void upload(std::span<const std::byte> elements);  // of the tensor's own type
   void upload(std::span<const double> values, const Rows& rows);
   std::vector<double> download() const;
   std::vector<double> download(const Rows& rows) const;

@@ -143,6 +143,32 @@ TEST(Dump, AWrongFileIsRefusedByName) {
   EXPECT_THROW(dump::read_call("/"), FileError);
 }
 
+TEST(Dump, NamesAndOutputsAreCheckedBeforeMemoryIsTaken) {
+  const std::string right =
+      file_of(R"("winnow_operator":"index_loss","loss":"F32[512]","d_scores":"F32[512, 512]")",
+              {{"indices", "I32", {512, 512}, 4},
+               {"scores", "F32", {512, 512}, 4},
+               {"target", "F32", {512, 512}, 4}});
+  const std::pair<std::string, const char*> wrong[] = {
+      {with_header(right, "\"target\"", "\"zzz\""), "tensor 'zzz': index_loss has"},
+      {with_header(right, "F32[512]", "F32[2000000000]"), "'loss': too large for a file of"},
+  };
+  const MemoryFile file;
+  for (const auto& [bytes, sentence] : wrong) {
+    file.write(bytes);
+    std::string refused;
+    const std::size_t memory = most_memory_of([&] {
+      try {
+        dump::read_call(file.path());
+      } catch (const FileError& error) {
+        refused = error.what();
+      }
+    });
+    EXPECT_NE(refused.find(sentence), std::string::npos) << refused;
+    EXPECT_LT(memory, std::size_t{1} << 16);  // one of the tensors has 2^20
+  }
+}
+
 // ---- Random damage.
 
 class Damage {

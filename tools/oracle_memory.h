@@ -20,7 +20,7 @@ class OracleMemory {
  public:
   /// The given rows of a tensor, in double if they are not integers.
   Tensor rows(const harness::Buffer& source, const harness::Rows& rows) {
-    harness::Shape shape = shape_of(source.tensor());
+    harness::Shape shape = harness::shape_of(source.tensor());
     shape[0] = static_cast<std::int64_t>(rows.size());
     if (source.tensor().dtype == DType::i32)
       return filled(DType::i32, shape, source.download_ints(rows));
@@ -31,8 +31,8 @@ class OracleMemory {
     const Tensor& tensor = source.tensor();
     if (!tensor || tensor.device.kind == DeviceKind::cpu) return tensor;
     if (tensor.dtype == DType::i32)
-      return filled(DType::i32, shape_of(tensor), source.download_ints());
-    return filled(tensor.dtype, shape_of(tensor), source.download());
+      return filled(DType::i32, harness::shape_of(tensor), source.download_ints());
+    return filled(tensor.dtype, harness::shape_of(tensor), source.download());
   }
   /// A call of a layer with its inputs on the host and outputs of its own.
   template <class Args>
@@ -41,13 +41,13 @@ class OracleMemory {
         [&](std::string_view name, FieldRole role) {
           const harness::Buffer& source = layer.find(name);
           if (role == FieldRole::input || !source.tensor()) return on_host(source);
-          return output(source.tensor().dtype, shape_of(source.tensor()));
+          return output(source.tensor().dtype, harness::shape_of(source.tensor()));
         },
         args);
   }
   /// |x| of a tensor that came from here, in double.
   Tensor magnitudes(const Tensor& tensor) {
-    return filled(DType::f64, shape_of(tensor), harness::magnitudes(values_of(tensor)));
+    return filled(DType::f64, harness::shape_of(tensor), harness::magnitudes(values_of(tensor)));
   }
   template <class T>
   Tensor filled(DType dtype, const harness::Shape& shape, const std::vector<T>& values) {
@@ -72,10 +72,6 @@ class OracleMemory {
     });
   }
   std::vector<double> values_of(const Tensor& tensor) const { return buffer_of(tensor).download(); }
-
-  static harness::Shape shape_of(const Tensor& tensor) {
-    return {tensor.shape.begin(), tensor.shape.begin() + tensor.rank};
-  }
 
  private:
   std::deque<harness::Buffer> buffers_;  // keeps its elements where they are

@@ -9,7 +9,8 @@ namespace winnow::tools {
 
 /// The path is tried when this is made, before anything is measured. The text goes to a file beside
 /// it, which takes its name in `close`: what had the name before stays until then, and stays if the
-/// program ends earlier. A device or a pipe is written to directly.
+/// program ends earlier; if it is ended at once, as by a second Ctrl-C, FILE.PID.part stays. Links
+/// are followed. A device or a pipe is written to directly.
 class OutputFile {
  public:
   /// An empty path opens no file. Throws std::runtime_error if it cannot be written.

@@ -51,7 +51,7 @@ class RowCheck {
           const Buffer& source = step_.buffers.find(name);
           if (!source.tensor()) return Tensor{};
           if (role == FieldRole::input) return input(name, source);
-          harness::Shape shape = OracleMemory::shape_of(source.tensor());
+          harness::Shape shape = harness::shape_of(source.tensor());
           if (!is_of_keys(name)) shape[0] = count_;
           return memory_.output(source.tensor().dtype == DType::i32 ? DType::i32 : DType::f64,
                                 shape);

@@ -29,8 +29,9 @@ constexpr int kInterrupted = 128 + SIGINT;
 constexpr int kReaderGone = 128 + SIGPIPE;  // what a shell reports of a program that SIGPIPE ended
 constexpr char kExitCodes[] =
     R"(Exit code 0: all is well. 1: something failed, or the output could not be written. 2: a word of
-the command line is wrong, or there is no command. 130: Ctrl-C; no file is left half written. 141:
-the reader of the output has gone, as head does; then nothing is said.)";
+the command line is wrong, or there is no command. 130: Ctrl-C; no file is left half written, but a
+second Ctrl-C ends the program at once and may leave FILE.PID.part. 141: the reader of the output
+has gone, as head does; then nothing is said.)";
 
 std::string names_of_commands(const CLI::App& app) {
   std::string names;

@@ -59,6 +59,25 @@ def test_a_file_holds_inputs_outputs_and_options(tmp_path):
     assert said["winnow_ran_on"] == "cpu, simd" and said["winnow_version"] == winnow.__version__
 
 
+@pytest.mark.parametrize("by_switch", [True, False])
+def test_the_kernel_named_is_that_of_the_call_s_own_execution(tmp_path, monkeypatch, by_switch):
+    asked = []
+    explain = _lib.explain
+
+    def recorded(op, execution, **fields):
+        asked.append(execution)
+        return explain(op, execution, **fields)
+
+    monkeypatch.setattr(_lib, "explain", recorded)
+    torch.use_deterministic_algorithms(by_switch)
+    try:
+        with winnow.dump(tmp_path / "job.safetensors", "quantize_fp8"):
+            torch.ops.winnow.quantize_fp8(torch.ones(2, 8), deterministic=not by_switch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [_lib.execution(deterministic=True, threads=torch.get_num_threads())]
+
+
 def test_each_operator_of_a_layer_gets_a_file(tmp_path):
     x = Inputs(f32)
     q, kv = (t.clone().requires_grad_() for t in (x.q, x.kv))
@@ -110,6 +129,11 @@ def test_bad_words_are_refused_by_name(tmp_path):
         winnow.dump_call(file, "index_loss", indices=x.indices, scores=x.scores)
     with pytest.raises(TypeError, match="quantize_fp8 has no y"):
         winnow.dump_call(file, "quantize_fp8", x=x.q, y=x.q)
+    loss = {"indices": x.indices, "scores": x.scores, "target": x.target}
+    with pytest.raises(ValueError, match=r"indices torch.int64: must be one of .*torch.int32"):
+        winnow.dump_call(file, "index_loss", **loss | {"indices": x.indices.long()})
+    with pytest.raises(ValueError, match="index_loss: loss list: must be a tensor"):
+        winnow.dump_call(file, "index_loss", **loss, loss=[0.0])
     assert not file.exists()
 
 
@@ -213,6 +237,37 @@ def test_rows_can_be_few(tmp_path):
     assert whats == [["d_q", "d_kv"], ["d_q", "d_kv"], [], ["d_q"]]
     code, said = compare(file, "--backend", "cpu", "--kernel", "simd")
     assert code == 0 and [c["contender"] for c in said["contenders"]] == ["cpu", "file"]
+
+
+@needs_tool
+def test_a_comparison_in_which_no_kernel_ran_is_not_ok(tmp_path):
+    x = Inputs(torch.float64)  # which the reference alone takes
+    file = tmp_path / "job.safetensors"
+    with winnow.dump(file, OPERATOR):
+        torch.ops.winnow.sparse_attention_forward(*attention(x))
+    assert compare(file)[0] == 0
+    words = [TOOL, "compare", file, "--json", "--backend", "cpu"]
+    ran = subprocess.run(words, capture_output=True, text=True)
+    said = json.loads(ran.stdout)
+    assert ran.returncode == 1 and not said["ok"]
+    assert [("why_not" in each) for each in said["contenders"]] == [True, False]  # cpu, the file
+    assert f"{file}: no kernel ran" in ran.stderr
+
+
+@needs_tool
+def test_the_kernel_of_another_operator_is_refused(tmp_path):
+    said = json.loads(subprocess.check_output([TOOL, "info", "--json"]))
+    names = {
+        each["name"]: {name for kernels in each["kernels"].values() for name in kernels}
+        for each in said["operators"]
+    }
+    file = tmp_path / "job.safetensors"
+    winnow.dump_call(file, "quantize_fp8", x=torch.ones(2, 8))
+    others = set().union(*names.values()) - names["quantize_fp8"]
+    for name in {"none", *others}:  # a build without CUDA has the same names for all
+        words = [TOOL, "compare", file, "--kernel", name]
+        ran = subprocess.run(words, capture_output=True, text=True)
+        assert ran.returncode == 2 and f"no kernel '{name}' on" in ran.stderr
 
 
 @needs_tool

@@ -3,6 +3,7 @@
 
 import html.parser
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -111,6 +112,25 @@ def test_elements_are_closed_and_named(text):
     assert elements.all("html") == [{"lang": "en"}]
 
 
+def test_sections_of_one_kind_have_names_of_their_own(measured):
+    """Whether their titles are the same or not."""
+    other = RUN | {"case": "deepseek-v3.2"}
+    text = page.page([RUN, other, RUN, BENCH, BENCH, measured, measured])
+    elements = _Elements(text)
+    names = [a["id"] for _, a in elements.found if "id" in a]
+    assert len(names) == len(set(names))
+    assert {"step", "step-2", "step-3", "accuracy-3", "roofline-2", "cost-2"} <= set(names)
+    for svg in elements.all("svg"):
+        assert set(svg["aria-labelledby"].split()) <= set(names)
+    used = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text)
+    assert used and {a or b for a, b in used} <= set(names)
+
+
+def test_an_error_that_is_not_finite_is_a_dash():
+    error = RUN["errors"][0] | {"max": None, "result": "failed"}
+    assert '<td class="number">-</td>' in page.page([RUN | {"errors": [error]}])
+
+
 def test_nothing_is_loaded_and_colours_are_the_page_s(text):
     elements = _Elements(text)
     assert not [tag for tag, _ in elements.found if tag in ("script", "link", "iframe")]
@@ -156,6 +176,7 @@ def test_the_command_writes_a_page(tmp_path, capsys):
         ("[]", "must come from"),
         ('{"version": 1}', "must come from"),
         ('{"stages": [{}]}', "a file lacks what a report needs"),
+        ('{"stages": []}', "the stages of a run are empty"),
     ],
 )
 def test_other_files_are_refused(tmp_path, capsys, content, said):
@@ -165,6 +186,40 @@ def test_other_files_are_refused(tmp_path, capsys, content, said):
     assert main(["report", str(file), "--output", str(tmp_path / "report.html")]) == 1
     assert said in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_failed_write_leaves_the_page_that_was_there(tmp_path, monkeypatch):
+    (tmp_path / "run.json").write_text(json.dumps(RUN))
+    output = tmp_path / "report.html"
+    output.write_text("before")
+
+    def refuse(*paths):
+        raise OSError("no")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="no"):
+        main(["report", str(tmp_path / "run.json"), "--output", str(output)])
+    assert output.read_text() == "before"
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "report.html"}
+
+
+def test_links_and_devices_stay_what_they_are(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps(RUN))
+    page_file, link = tmp_path / "page.html", tmp_path / "link.html"
+    link.symlink_to(page_file)
+    for output in (link, Path(os.devnull)):
+        assert main(["report", str(tmp_path / "run.json"), "--output", str(output)]) == 0
+    assert link.is_symlink() and "A training step" in page_file.read_text()
+    assert Path(os.devnull).is_char_device()
+
+
+def test_an_error_of_measuring_is_not_blamed_on_a_file(tmp_path, monkeypatch):
+    def fail(device):
+        raise KeyError("of measuring")
+
+    monkeypatch.setattr(measure, "measure", fail)
+    with pytest.raises(KeyError, match="of measuring"):
+        main(["report", "--measure", "--output", str(tmp_path / "report.html")])
 
 
 # In the page as it is laid out: texts of a figure that touch each other, blocks that overlap, and

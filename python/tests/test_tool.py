@@ -176,6 +176,19 @@ def test_a_file_of_json_is_written_whole_or_not_at_all(tmp_path, no_matrix_produ
     assert [path.name for path in tmp_path.glob("bench*")] == ["bench.json"]
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_to_a_file_of_json_stays_a_link(tmp_path, no_matrix_product, exists):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    file, link = folder / "bench.json", tmp_path / "link.json"
+    if exists:
+        file.write_text("before")
+    link.symlink_to("results/bench.json")
+    assert shell('"$@"', TOOL, *BENCH.split(), "--json", link)[0] == 0
+    assert link.is_symlink() and json.loads(file.read_text())["command"] == "bench"
+    assert list(folder.iterdir()) == [file]
+
+
 def test_the_page_lists_the_file_format_of_compare():
     page = (Path(__file__).parents[2] / "docs" / "tool.md").read_text()
     for operator in json.loads(tool("compare --format --json").stdout)["operators"]:

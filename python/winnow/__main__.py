@@ -16,6 +16,7 @@ import torch
 
 import winnow
 from winnow import _bench, _check, _lib
+from winnow._files import written_whole
 
 
 def _info() -> None:
@@ -67,6 +68,11 @@ def _add_report(commands) -> None:
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="to measure on")
 
 
+def _write(path: Path, text: str) -> None:
+    with written_whole(path) as part:
+        part.write_text(text)
+
+
 def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     if not given.files and not given.measure:
         parser.error("report needs a FILE, or --measure")
@@ -84,13 +90,10 @@ def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
                 parser.error(reason)
             files.append(measure.measure(given.device))
         if given.keep:
-            given.keep.write_text(json.dumps(files[-1]))
-        given.output.write_text(page.page(files))
+            _write(given.keep, json.dumps(files[-1]))
+        _write(given.output, page.page(files))
     except page.ReportError as error:
         print(f"winnow: {error}", file=sys.stderr)
-        return 1
-    except (KeyError, TypeError) as error:
-        print(f"winnow: a file lacks what a report needs: {error}", file=sys.stderr)
         return 1
     print(f"wrote {given.output}")
     return 0

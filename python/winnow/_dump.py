@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from winnow import __version__, _lib, ops
+from winnow._files import written_whole
 
 _DTYPES = {
     torch.float32: "F32",
@@ -53,16 +54,11 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for tensor in tensors.values():
-                whole = tensor.detach().cpu().contiguous()
-                file.write(whole.flatten().view(torch.uint8).numpy().data)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with written_whole(path) as part, open(part, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            whole = tensor.detach().cpu().contiguous()
+            file.write(whole.flatten().view(torch.uint8).numpy().data)
 
 
 class _Call:
@@ -89,6 +85,15 @@ class _Call:
             self.added_to = None
 
     def write(self, path: Path, results: dict[str, Tensor], ran_on: str = "") -> None:
+        tensors = {**self.inputs, **results}
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{self.op}: {name} {type(tensor).__name__}: must be a tensor")
+            if tensor.dtype not in _DTYPES:
+                raise ValueError(
+                    f"{self.op}: {name} {tensor.dtype}: must be one of"
+                    f" {', '.join(map(str, _DTYPES))}"
+                )
         metadata = {"winnow_operator": self.op, "winnow_version": __version__}
         metadata["torch_version"] = str(torch.__version__)
         metadata["device"] = str(next(iter(self.inputs.values())).device)
@@ -98,7 +103,7 @@ class _Call:
         for name, position in self.outputs.items():
             if name not in results:
                 metadata[name] = _shape_text(self.results[position])
-        _write(path, {**self.inputs, **results}, metadata)
+        _write(path, tensors, metadata)
 
 
 class dump(TorchDispatchMode):
@@ -111,7 +116,8 @@ class dump(TorchDispatchMode):
     ``files`` lists them, and ``winnow compare`` reads them. With ``operator`` only that one is
     written, to the path itself. ``call`` is the number of the call, from 0. Operators and their
     names are those of the library: ``winnow compare --format`` lists them. Code that torch.compile
-    has compiled is not seen.
+    has compiled is not seen. In a job of several ranks the path should hold the rank, as in
+    f"step.{rank}.safetensors": all would write the same file.
     """
 
     def __init__(
@@ -156,9 +162,7 @@ class dump(TorchDispatchMode):
 
 def _ran_on(call: _Call, outputs: dict[str, Tensor], kwargs: dict[str, Any]) -> str:
     """The backend and kernel of a call that has run."""
-    execution = _lib.execution(
-        backend=kwargs.get("backend", "automatic"), kernel=kwargs.get("kernel_name", "")
-    )
+    execution = ops._execution(call.op, kwargs)
     candidates = _lib.explain(call.op, execution, **call.inputs, **outputs, **call.options)
     return next(f"{each.backend}, {each.kernel}" for each in candidates if not each.reason)
 
@@ -171,6 +175,8 @@ def dump_call(path: str | os.PathLike[str], operator: str, **arguments: Any) -> 
 
         winnow.dump_call("job.safetensors", "sparse_attention_forward", q=q, kv=kv,
                          indices=indices, v_dim=512, scale=scale, out=out_of_the_job)
+
+    In a job of several ranks the path should hold the rank.
     """
     if operator not in ops._calls:
         raise ValueError(

@@ -44,6 +44,17 @@ def _deterministic(asked: bool) -> bool:
     return asked or torch.are_deterministic_algorithms_enabled()
 
 
+def _execution(op: str, options: dict[str, Any]) -> bytes:
+    """That of a call with these keyword arguments, as far as it decides which kernel runs."""
+    return _lib.execution(
+        backend=options.get("backend", "automatic"),
+        kernel=options.get("kernel_name", ""),
+        threads=_threads(),
+        deterministic=_deterministic(options.get("deterministic", False)),
+        owner=op,
+    )
+
+
 def _check_devices(op: str, names: tuple[str, ...], args: tuple[Any, ...]) -> None:
     """Refuses what the library, which fake tensors do not reach, would refuse."""
     named = zip(names, args, strict=False)
@@ -124,14 +135,7 @@ class _Asking(TorchDispatchMode):
         if func.namespace != "winnow":
             return func(*args, **(kwargs or {}))
         op, describe = _calls[func._opname]
-        options = dict(kwargs or {})
-        execution = _lib.execution(
-            backend=options.get("backend", "automatic"),
-            kernel=options.get("kernel_name", ""),
-            threads=_threads(),
-            deterministic=_deterministic(options.get("deterministic", False)),
-            owner=op,
-        )
+        execution = _execution(op, kwargs or {})
         results, fields = describe(*args)
         known = _lib.operators[op].fields
         fields = {name: value for name, value in fields.items() if name in known}

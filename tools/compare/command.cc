@@ -15,6 +15,7 @@
 #include "tools/compare/safetensors.h"
 #include "tools/help.h"
 #include "tools/json_document.h"
+#include "tools/output.h"
 #include "tools/progress.h"
 #include "tools/report_json.h"
 #include "tools/table.h"
@@ -165,7 +166,7 @@ void print_comparison_json(const Options& options, const DumpedCall& call,
                                 {"query_rows", comparison.query_rows},
                                 {"compared_rows", comparison.compared_rows},
                                 {"contenders", std::move(contenders)},
-                                {"ok", comparison.failed() == 0}});
+                                {"ok", comparison.ok()}});
 }
 
 int run(const Options& options) {
@@ -179,7 +180,7 @@ int run(const Options& options) {
                             .rows = options.rows};
   if (!options.backend.empty()) request.backends = {tools::backend_word(options.backend)};
   const DumpedCall call = read_call(options.file);
-  tools::kernel_word(options.kernel, tools::op_words(""), request.backends);
+  tools::kernel_word(options.kernel, {call.op}, request.backends);
   const Comparison comparison = [&] {
     tools::Progress progress(1 + static_cast<double>(request.backends.size()));
     try {
@@ -192,7 +193,9 @@ int run(const Options& options) {
     print_comparison_json(options, call, comparison);
   else
     print_text(options, call, comparison);
-  return comparison.failed() == 0 ? 0 : 1;
+  if (comparison.failed() == 0 && !comparison.ok())
+    tools::complain(fmt::format("{}: no kernel ran, so that none was compared", options.file));
+  return comparison.ok() ? 0 : 1;
 }
 
 }  // namespace

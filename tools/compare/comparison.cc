@@ -103,8 +103,13 @@ class Comparer {
     // At the size of a job the reference would take hours for all rows.
     const Rows rows = backend == Backend::reference ? rows_ : Rows{};
     const Placement placement{.device = harness::device_of(backend), .rows = rows};
-    const auto candidates =
-        explain(PlacedTensors(call_, placement).arguments<Args>(), {.backend = backend});
+    std::vector<Candidate> candidates;
+    try {
+      candidates = explain(PlacedTensors(call_, placement).arguments<Args>(), {.backend = backend});
+    } catch (const Error& error) {  // a GPU may have too little memory
+      comparison_.contenders.push_back({backend_name, "", "", {failure("call", error.what())}});
+      return;
+    }
     for (const Candidate& candidate : candidates) {
       if (!request_.kernel.empty() && candidate.kernel != request_.kernel) continue;
       Contender contender{backend_name, std::string(candidate.kernel), candidate.why_not, {}};
@@ -161,6 +166,13 @@ class Comparer {
 bool Contender::failed() const {
   return std::any_of(findings.begin(), findings.end(),
                      [](const Finding& finding) { return !finding.report.ok; });
+}
+
+bool Contender::ran() const { return !backend.empty() && why_not.empty(); }
+
+bool Comparison::ok() const {
+  return failed() == 0 && std::any_of(contenders.begin(), contenders.end(),
+                                      [](const Contender& each) { return each.ran(); });
 }
 
 std::size_t Comparison::failed() const {

@@ -20,6 +20,7 @@ struct Contender {
   std::vector<Finding> findings;
 
   bool failed() const;
+  bool ran() const;  // a kernel, not the file
 };
 
 struct Comparison {
@@ -28,6 +29,7 @@ struct Comparison {
   std::vector<Contender> contenders;
 
   std::size_t failed() const;
+  bool ok() const;  // a kernel ran, and nothing failed
 };
 
 struct ComparisonRequest {

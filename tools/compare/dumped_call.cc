@@ -63,7 +63,6 @@ TypeAndShape type_and_shape(std::string_view text) {
     text.remove_prefix(std::min(end + 1, text.size()));
     text.remove_prefix(text.starts_with(' ') ? 1 : 0);
   }
-  constexpr std::size_t kMostDimensions = 4;
   if (result.shape.size() > kMostDimensions)
     throw FileError(fmt::format("must have at most {} dimensions", kMostDimensions));
   return result;
@@ -77,8 +76,9 @@ class CallReader {
     read_operator();
     for (const auto& [key, text] : file_.metadata()) read_metadata(key, text);
     read_roles();
+    for (const auto& [name, tensor] : file_.tensors()) check_tensor(name, tensor);
+    check_outputs();
     for (const auto& [name, tensor] : file_.tensors()) read_tensor(name, tensor);
-    check_stated_outputs();
     return std::move(call_);
   }
 
@@ -145,7 +145,7 @@ class CallReader {
     }
   }
 
-  void read_tensor(const std::string& name, const StoredTensor& stored) {
+  void check_tensor(const std::string& name, const StoredTensor& stored) {
     const FormatField* const field = find(name);
     if (field == nullptr || field->role == FieldRole::option) {
       std::vector<std::string_view> known;
@@ -154,14 +154,18 @@ class CallReader {
       refuse(fmt::format("tensor {}: {} has {}", shown(name), call_.op, fmt::join(known, ", ")));
     }
     if (stored.shape.empty()) refuse(fmt::format("tensor {}: has no dimensions", shown(name)));
+    if (field->role == FieldRole::output) call_.outputs[name] = {stored.dtype, stored.shape};
+  }
+
+  void read_tensor(const std::string& name, const StoredTensor& stored) {
     harness::Buffer buffer(Device{}, stored.dtype, stored.shape);
     file_.read(stored, std::span(static_cast<std::byte*>(buffer.tensor().data),
                                  static_cast<std::size_t>(stored.end - stored.begin)));
     call_.tensors.emplace(name, std::move(buffer));
-    if (field->role == FieldRole::output) call_.outputs[name] = {stored.dtype, stored.shape};
   }
 
-  void check_stated_outputs() const {
+  /// Stored or stated.
+  void check_outputs() const {
     const std::uint64_t most = kMostTimesFile * std::min(file_.bytes(), std::uint64_t{1} << 52);
     std::uint64_t bytes = 0;
     for (const auto& [name, output] : call_.outputs) {

@@ -20,6 +20,7 @@ namespace {
 using harness::Buffer;
 using harness::kOracle;
 using harness::Shape;
+using harness::shape_of;
 
 std::span<const double> values_of(const Tensor& tensor) {
   std::int64_t count = tensor ? 1 : 0;
@@ -43,10 +44,6 @@ Buffer filled(const Shape& shape, std::span<const double> values) {
   Buffer buffer(Device{}, DType::f64, shape);
   buffer.upload(values);
   return buffer;
-}
-
-Shape shape_of(const Tensor& tensor) {
-  return {tensor.shape.begin(), tensor.shape.begin() + tensor.rank};
 }
 
 Buffer magnitudes_of(const Tensor& tensor) {

@@ -2,7 +2,7 @@
 // A dumped call with memory of its own.
 #include "tools/compare/placed_call.h"
 
-#include <cstring>
+#include <cstddef>
 #include <span>
 
 namespace winnow::dump {
@@ -10,10 +10,7 @@ namespace {
 
 using harness::Buffer;
 using harness::Shape;
-
-Shape shape_of(const Tensor& tensor) {
-  return {tensor.shape.begin(), tensor.shape.begin() + tensor.rank};
-}
+using harness::shape_of;
 
 void upload(const std::vector<double>& values, Buffer& buffer) {
   if (buffer.tensor().dtype == DType::i32)
@@ -22,11 +19,11 @@ void upload(const std::vector<double>& values, Buffer& buffer) {
     buffer.upload(values);
 }
 
-/// From one contiguous tensor on the host to another of the same shape and type.
-void copy_elements(const Tensor& from, const Tensor& to) {
-  std::int64_t bytes = element_bytes(from.dtype);
-  for (std::int32_t i = 0; i < from.rank; ++i) bytes *= from.shape[i];
-  if (bytes > 0) std::memcpy(to.data, from.data, static_cast<std::size_t>(bytes));
+/// Of a contiguous tensor on the host.
+std::span<const std::byte> bytes_of(const Tensor& tensor) {
+  std::int64_t bytes = element_bytes(tensor.dtype);
+  for (std::int32_t i = 0; i < tensor.rank; ++i) bytes *= tensor.shape[i];
+  return {static_cast<const std::byte*>(tensor.data), static_cast<std::size_t>(bytes)};
 }
 
 bool is_added_to(const FormatField& field, DType dtype) {
@@ -92,10 +89,9 @@ void PlacedTensors::add_input(const FormatField& field, const Buffer& source) {
   const DType dtype = source.tensor().dtype;
   const bool converted = placement_.as_f64 && dtype != DType::i32;
   if (converted && field.name == "k_scale") return;  // it is in k
-  if (!converted && placement_.rows.empty() && placement_.device.kind == DeviceKind::cpu) {
-    const Buffer& copy =
-        buffers_.add(field.name, Buffer(Device{}, dtype, shape_of(source.tensor())));
-    copy_elements(source.tensor(), copy.tensor());
+  if (!converted && placement_.rows.empty()) {       // in numbers of double it would be far larger
+    buffers_.add(field.name, Buffer(placement_.device, dtype, shape_of(source.tensor())))
+        .upload(bytes_of(source.tensor()));
     return;
   }
   std::vector<double> values = values_of_rows(field, source, placement_.rows);

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "winnow/tensor.h"
@@ -32,9 +33,11 @@ std::string_view format_name(DType dtype);
 /// The bytes that a tensor takes; throws FileError if they, or strides of it, pass 2^63 - 1.
 std::uint64_t tensor_bytes(DType dtype, const std::vector<std::int64_t>& shape);
 
+inline constexpr std::size_t kMostDimensions = std::tuple_size_v<decltype(Tensor::shape)>;
+
 struct StoredTensor {
   DType dtype = DType::f32;
-  std::vector<std::int64_t> shape;  // at most four dimensions
+  std::vector<std::int64_t> shape;  // at most kMostDimensions
   std::uint64_t begin = 0;          // of its bytes, behind the header
   std::uint64_t end = 0;
 };

@@ -15,7 +15,6 @@
 namespace winnow::dump {
 namespace {
 
-constexpr std::size_t kMostDimensions = 4;  // of winnow::Tensor
 constexpr std::size_t kOffsets = 2;
 constexpr std::string_view kMetadata = "__metadata__";
 

@@ -83,7 +83,7 @@ def _plain_ticks(axis, of_minor: bool) -> None:
     axis.set_minor_formatter(_plain if of_minor else NullFormatter())
 
 
-def step_times(stages: list[dict[str, Any]]) -> str:
+def step_times(stages: list[dict[str, Any]], name: str) -> str:
     """Bars: the time of every call of a step."""
     named = [(stage["call"], 1e3 * stage["seconds"]) for stage in stages][::-1]
     longest = max(time for _, time in named)
@@ -93,10 +93,10 @@ def step_times(stages: list[dict[str, Any]]) -> str:
     axes.set(xlabel="time, ms", xlim=(0, 1.12 * longest))
     axes.grid(axis="y", visible=False)
     told = ", ".join(f"{call} {_plain(time)} ms" for call, time in named[::-1])
-    return _svg(figure, "step", "Time of every call of the step", told)
+    return _svg(figure, name, "Time of every call of the step", told)
 
 
-def roofline(points: list[dict[str, Any]], flops: float, bytes_per_second: float) -> str:
+def roofline(points: list[dict[str, Any]], flops: float, bytes_per_second: float, name: str) -> str:
     """Achieved FLOP/s over FLOP per byte of memory traffic, below the two limits."""
     figure, axes = pyplot.subplots(figsize=(7.6, 4.6), layout="constrained")
     ridge = flops / bytes_per_second
@@ -122,7 +122,7 @@ def roofline(points: list[dict[str, Any]], flops: float, bytes_per_second: float
     _plain_ticks(axes.yaxis, of_minor=True)
     figure.legend(loc="outside lower center", ncols=2, fontsize=9)
     told = ", ".join(f"{p['call']} {p['share']:.2f} of its limit" for p in order)
-    return _svg(figure, "roofline", "Achieved against measured limits", told)
+    return _svg(figure, name, "Achieved against measured limits", told)
 
 
 def over_length(points: list[dict[str, Any]], key: str, unit: float, label: str, name: str) -> str:
@@ -149,7 +149,7 @@ def over_length(points: list[dict[str, Any]], key: str, unit: float, label: str,
     return _svg(figure, name, f"{label} over sequence length", "; ".join(told))
 
 
-def heat_map(selection: dict[str, Any]) -> str:
+def heat_map(selection: dict[str, Any], name: str) -> str:
     """Which keys the rows of a packed batch chose; documents are blocks."""
     counts, cell = selection["counts"], selection["cell"]
     tokens = sum(selection["documents"])
@@ -180,4 +180,4 @@ def heat_map(selection: dict[str, Any]) -> str:
         f"Documents of {lengths} rows. Selected keys lie in the block of the query's own document,"
         " on or left of the diagonal, in passages that are like the query."
     )
-    return _svg(figure, "selection", "Keys that every query selected", told)
+    return _svg(figure, name, "Keys that every query selected", told)

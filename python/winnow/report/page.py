@@ -2,7 +2,8 @@
 """The page of a report: sections of tables and figures from the files that were given."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,21 +59,40 @@ def read(path: Path) -> dict[str, Any]:
     return data
 
 
-def page(files: list[dict[str, Any]]) -> str:
-    """The whole page. Of several files with the same contents all are shown."""
+class _Anchors:
+    """Gives each section a name that no other has; those of its figure begin with it."""
+
+    def __init__(self) -> None:
+        self._count: Counter[str] = Counter()
+
+    def __call__(self, name: str) -> str:
+        self._count[name] += 1
+        return name if self._count[name] == 1 else f"{name}-{self._count[name]}"
+
+
+def _sections(files: list[dict[str, Any]]) -> list[Section]:
     runs = [data for data in files if "stages" in data]
     benches = [data for data in files if "measured" in data]
     measured = [data for data in files if "sweep" in data]
+    anchor = _Anchors()
     sections = [
-        *(_machine(data) for data in measured),
+        *(_machine(data, anchor("machine")) for data in measured),
         _kernels(runs, benches),
-        *(_step(data) for data in runs),
-        *_rooflines(benches, measured),
-        *(section for data in measured for section in _over_length(data["sweep"])),
-        *(_accuracy(data) for data in runs),
-        *(_selection(data["selection"]) for data in measured),
+        *(_step(data, anchor("step")) for data in runs),
+        *_rooflines(benches, measured, anchor),
+        *(section for data in measured for section in _over_length(data["sweep"], anchor)),
+        *(_accuracy(data, anchor("accuracy")) for data in runs),
+        *(_selection(data["selection"], anchor("selection")) for data in measured),
     ]
-    sections = _with_own_anchors(section for section in sections if section.body)
+    return [section for section in sections if section.body]
+
+
+def page(files: list[dict[str, Any]]) -> str:
+    """The whole page. Of several files with the same contents all are shown."""
+    try:
+        sections = _sections(files)
+    except (KeyError, TypeError) as error:
+        raise ReportError(f"a file lacks what a report needs: {error}") from error
     links = "".join(f'<li><a href="#{s.name}">{escape(s.title)}</a></li>' for s in sections)
     bodies = "\n".join(
         f'<section aria-labelledby="{s.name}"><h2 id="{s.name}">{escape(s.title)}</h2>\n{s.body}'
@@ -97,14 +117,6 @@ def page(files: list[dict[str, Any]]) -> str:
 </body>
 </html>
 """
-
-
-def _with_own_anchors(sections: Iterable[Section]) -> list[Section]:
-    named: list[Section] = []
-    for section in sections:
-        same = sum(other.title == section.title for other in named)
-        named.append(section._replace(name=f"{section.name}-{same + 1}") if same else section)
-    return named
 
 
 def _table(caption: str, head: list[str], rows: list[list[Any]]) -> str:
@@ -157,9 +169,9 @@ def _gigaflops(data: dict[str, Any]) -> str:
     return f"{data['flops_per_second'] / 1e9:.3g}" if data.get("flops_per_second") else "-"
 
 
-def _machine(data: dict[str, Any]) -> Section:
+def _machine(data: dict[str, Any], name: str) -> Section:
     rows = [[what, value] for what, value in data["machine"].items()]
-    return Section("machine", "Machine and versions", _table("Where it ran", ["", ""], rows))
+    return Section(name, "Machine and versions", _table("Where it ran", ["", ""], rows))
 
 
 def _kernels(runs: list[dict[str, Any]], benches: list[dict[str, Any]]) -> Section:
@@ -175,8 +187,10 @@ def _kernels(runs: list[dict[str, Any]], benches: list[dict[str, Any]]) -> Secti
     return Section("kernels", "Kernels that ran", _table("Kernel of every call", head, rows))
 
 
-def _step(data: dict[str, Any]) -> Section:
+def _step(data: dict[str, Any], name: str) -> Section:
     stages = data["stages"]
+    if not stages:
+        raise ReportError("the stages of a run are empty: there is no step to show")
     documents = ", ".join(map(str, data["documents"]))
     title = f"A training step, {data['case']}"
     total = sum(stage["seconds"] for stage in stages)
@@ -193,9 +207,9 @@ def _step(data: dict[str, Any]) -> Section:
         for m in data["memory"]
     ]
     return Section(
-        "step",
+        name,
         title,
-        _figure(figures.step_times(stages), caption)
+        _figure(figures.step_times(stages, name), caption)
         + _table("Calls of the step", ["call", "time", "GFLOP/s", "workspace"], rows)
         + _table("Memory", ["what", "bytes", "instead of", "dense bytes"], memory),
     )
@@ -221,7 +235,9 @@ def _tensor_bytes(call: dict[str, Any]) -> float | None:
     return by_call.get(call["call"])
 
 
-def _rooflines(benches: list[dict[str, Any]], measured: list[dict[str, Any]]) -> Iterator[Section]:
+def _rooflines(
+    benches: list[dict[str, Any]], measured: list[dict[str, Any]], anchor: _Anchors
+) -> Iterator[Section]:
     if not measured:
         return
     bandwidth = measured[0]["memory_bandwidth"]
@@ -260,15 +276,18 @@ def _rooflines(benches: list[dict[str, Any]], measured: list[dict[str, Any]]) ->
             for p in points
         ]
         head = ["call", "queries", "keys", "median", "fastest - slowest", "GFLOP/s", "of the limit"]
-        svg = figures.roofline(points, product["flops_per_second"], bandwidth["bytes_per_second"])
+        name = anchor("roofline")
+        svg = figures.roofline(
+            points, product["flops_per_second"], bandwidth["bytes_per_second"], name
+        )
         yield Section(
-            "roofline",
+            name,
             f"Roofline, {case}, {bench['backend']}",
             _figure(svg, caption) + _table("Times and shares of the limit", head, rows),
         )
 
 
-def _over_length(sweep: dict[str, Any]) -> Iterator[Section]:
+def _over_length(sweep: dict[str, Any], anchor: _Anchors) -> Iterator[Section]:
     points = sweep["points"]
     about = (
         f"One layer, forward and backward, one document, bf16, {sweep['heads']} heads of"
@@ -281,25 +300,31 @@ def _over_length(sweep: dict[str, Any]) -> Iterator[Section]:
         for p in points
     ]
     head = ["tokens", "attention", "time", "peak memory"]
-    time = figures.over_length(points, "seconds", 1e-3, "time, ms", "cost")
+    name = anchor("cost")
+    time = figures.over_length(points, "seconds", 1e-3, "time, ms", name)
     yield Section(
-        "cost",
+        name,
         "Cost against sequence length",
         _figure(time, f"{about} Medians; the exponents are fitted to the points.")
         + _table("Measured points", head, rows),
     )
     if any(p["peak_bytes"] for p in points):
-        memory = figures.over_length(points, "peak_bytes", 1 << 20, "peak memory, MiB", "memory")
+        name = anchor("memory")
+        memory = figures.over_length(points, "peak_bytes", 1 << 20, "peak memory, MiB", name)
         caption = (
             "How much more memory there is at the most during the call than before it; the lists of"
             " indices count, which for dense have one slot for every key."
         )
-        yield Section("memory", "Memory against sequence length", _figure(memory, caption))
+        yield Section(name, "Memory against sequence length", _figure(memory, caption))
 
 
-def _accuracy(data: dict[str, Any]) -> Section:
+def _error(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"  # JSON has null for what is not finite
+
+
+def _accuracy(data: dict[str, Any], name: str) -> Section:
     rows = [
-        [e["what"], f"{e['max']:.1e}", f"{e['rms']:.1e}", f"{e['limit']:.1e}", e["result"]]
+        [e["what"], _error(e.get("max")), _error(e.get("rms")), _error(e.get("limit")), e["result"]]
         for e in data["errors"]
     ]
     caption = (
@@ -307,14 +332,14 @@ def _accuracy(data: dict[str, Any]) -> Section:
         f" {data['query_rows']} queries, sums over queries at {data['compared_keys']} keys"
     )
     head = ["result", "largest error", "rms", "limit", "within"]
-    return Section("accuracy", "Accuracy", _table(caption, head, rows))
+    return Section(name, "Accuracy", _table(caption, head, rows))
 
 
-def _selection(selection: dict[str, Any]) -> Section:
+def _selection(selection: dict[str, Any], name: str) -> Section:
     caption = (
         f"Each query selects at most {selection['topk']} keys of its own document. The inputs are"
         " made up: passages of 16 rows about one of eight topics."
     )
     return Section(
-        "selection", "What the queries selected", _figure(figures.heat_map(selection), caption)
+        name, "What the queries selected", _figure(figures.heat_map(selection, name), caption)
     )
