@@ -11,7 +11,7 @@ import torch
 from cases import Random, assert_equal, bf16, f8, f32, f64, offsets
 
 import winnow
-from winnow import _lib, ops, reference
+from winnow import _dlpack, _lib, ops, reference
 
 TOKENS, HEADS, DIM, V_DIM, TOPK = 12, 3, 16, 8, 4
 SCALE = 0.3125
@@ -265,7 +265,7 @@ class TestPacking:
 
     def test_without_the_exchange_api_calls_are_the_same(self, monkeypatch):
         x = Inputs(bf16)
-        monkeypatch.setattr(ops, "_VIEW", _lib.object_view(object))
+        monkeypatch.setattr(ops, "_VIEW", _dlpack.object_view(object))
         assert ops._VIEW == 0
         assert_equal(Inputs(bf16).out, x.out)
 

@@ -267,6 +267,22 @@ def test_widths_that_are_no_multiple_of_8_run_as_eager(told):
     assert (actual - expected).abs().max() < LOGIT_LIMIT[f32]
 
 
+@pytest.mark.parametrize("own_mask", [False, True])
+def test_selections_come_to_the_device_of_attention(told, own_mask):
+    """Also where it runs as eager: the meta device is another one everywhere."""
+    model = copy.deepcopy(made("deepseek_v32"))
+    with winnow.transformers.enabled(model):
+        layer = model.model.layers[0].self_attn.to("meta")
+        heads, rows, latent = layer.num_heads, 5, layer.kv_lora_rank
+        q = torch.empty(1, heads, rows, layer.qk_head_dim, device="meta")
+        k = torch.empty(1, 1, rows, latent, device="meta")
+        rope = torch.empty(1, 1, rows, layer.qk_rope_head_dim, device="meta")
+        mask = torch.ones(1, 1, rows if own_mask else 1, rows, dtype=torch.bool, device="meta")
+        indices = torch.zeros(1, rows, TOPK, dtype=torch.int32)
+        out, _ = winnow.transformers.attention(layer, q, k, rope, mask, 1.0, indices=indices)
+    assert out.shape == (1, rows, heads, layer.v_head_dim)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_indexer_may_have_any_width(name):
     model, ids = fresh(name, index_head_dim=100), token_ids()

@@ -122,6 +122,21 @@ def test_attention_that_runs_as_eager_teaches_too(case, monkeypatch):
             assert other > 0 and abs(loss / other - 1) < 1e-4
 
 
+def test_attention_with_dropout_does_not_teach(case, told):
+    model, _, users = case
+    model = copy.deepcopy(model).train()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    with winnow.transformers.enabled(model, train_indexer=True):
+        with pytest.warns(UserWarning, match="attention_dropout 0.5: layers with dropout teach no"):
+            model(ids(), use_cache=False)
+        assert model.winnow_losses == [0] * len(users)
+        model.eval()
+        model(ids(), use_cache=False)
+        assert all(loss > 0 for loss in model.winnow_losses)
+
+
 def test_gradients_reach_the_indexers_alone(case):
     model, *_ = case
     with winnow.transformers.enabled(model.train()):

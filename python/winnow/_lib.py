@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls into libwinnow.so: finds it, packs the argument structs, turns error codes into exceptions.
 
-The only file that uses ctypes. Tensors are torch tensors or anything with ``__dlpack__``; outputs
-are allocated by the caller. CUDA tensors must stay alive until the stream has completed the call.
+Only this file and _dlpack.py use ctypes. Tensors are torch tensors or anything with
+``__dlpack__``; outputs are allocated by the caller. CUDA tensors must stay alive until the stream
+has completed the call.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from winnow import __version__
+from winnow import __version__, _dlpack
 
 # winnow::Execution: backend, stream, workspace, its bytes, the workspace limit, threads,
 # deterministic, name of the kernel, allocator, context of the allocator.
@@ -34,17 +35,6 @@ _INDEX_FIELDS = frozenset(
     "cu_seqlens cu_seqlens_padded query_rows begin end indices lengths pool_ids".split()
 )
 
-# By DLPack type code, bits and lanes.
-_DLPACK_DTYPES = {
-    (2, 32, 1): "float32",
-    (4, 16, 1): "bfloat16",
-    (2, 16, 1): "float16",
-    (2, 64, 1): "float64",
-    (10, 8, 1): "float8_e4m3fn",
-    (0, 32, 1): "int32",
-}
-_DLPACK_DEVICES = {1: 0, 2: 1, 3: 0}  # cpu, cuda, pinned host memory
-
 _ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}  # ErrorCode; others: RuntimeError
 
 
@@ -53,37 +43,6 @@ def _index(owner: str, name: str, value: Any, words: tuple[str, ...]) -> int:
     if value not in words:
         raise ValueError(f"{owner}: {name} {value!r}: must be one of {', '.join(words)}")
     return words.index(value)
-
-
-class _DLTensor(ctypes.Structure):
-    """DLTensor of DLPack, the first member of its managed tensor."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
-class _ExchangeApi(ctypes.Structure):
-    """The first fields of DLPackExchangeAPI of DLPack."""
-
-    _fields_ = [
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("previous", ctypes.c_void_p),
-        ("allocate", ctypes.c_void_p),
-        ("from_object", ctypes.c_void_p),
-        ("to_object", ctypes.c_void_p),
-        ("view", ctypes.c_void_p),
-    ]
 
 
 _dtype_numbers: dict[Any, int] = {}  # cache, by torch.dtype
@@ -113,12 +72,12 @@ class _TensorField:
         elif hasattr(tensor, "__dlpack__"):
             capsule = tensor.__dlpack__()
             keep.append(capsule)
-            view = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
-            dtype = _DLPACK_DTYPES.get((view.code, view.bits, view.lanes), f"{tensor.dtype}")
+            view = _dlpack.tensor(capsule)
+            dtype = _dlpack.DTYPES.get((view.code, view.bits, view.lanes), f"{tensor.dtype}")
             number = self._dtype_number(dtype)
-            if view.device_type not in _DLPACK_DEVICES:
+            if view.device_type not in _dlpack.DEVICES:
                 self._refuse(f"has DLPack device {view.device_type}: must be 1, 2 or 3")
-            kind, index = _DLPACK_DEVICES[view.device_type], view.device_id
+            kind, index = _dlpack.DEVICES[view.device_type], view.device_id
             data, shape = (view.data or 0) + view.byte_offset, view.shape[: view.ndim]
             stride = view.strides[: view.ndim] if view.strides else _contiguous(shape)
         else:
@@ -237,7 +196,7 @@ class Operator:
         return memory
 
     def pack_viewed(self, given: dict[str, Any], view: int) -> ctypes.Array | None:
-        """Packs the struct with the function at `view`, see `object_view`.
+        """Packs the struct with the function at `view`, see _dlpack.object_view.
 
         Returns None if winnow does not accept one of the tensors; `pack` raises the error then.
         """
@@ -289,9 +248,6 @@ def _load() -> tuple[ctypes.CDLL, dict[str, Operator]]:
 
 
 SHARDINGS = ("contiguous", "zigzag")
-_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
 _lib, operators = _load()
 path: str = _lib._name
 # Holds the GIL, unlike the other functions of the library, since it reads Python objects.
@@ -400,19 +356,6 @@ def _allocating_execution(
         owner=op,
     )
     return whole[: -_ADDRESS.size]
-
-
-def object_view(tensor_type: type) -> int:
-    """The address of the function of DLPack's exchange API that views tensors of this type, or 0.
-
-    torch 2.13 has one, torch 2.6 has not. It takes a fraction of the time in which Python asks a
-    tensor for its type, device, shape and strides.
-    """
-    capsule = getattr(tensor_type, "__dlpack_c_exchange_api__", None)
-    if capsule is None:
-        return 0
-    api = _ExchangeApi.from_address(_capsule_pointer(capsule, b"dlpack_exchange_api"))
-    return api.view or 0 if api.major == 1 else 0
 
 
 def run_allocating(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from winnow import _lib
+from winnow import _dlpack, _lib
 
 Outputs = dict[str, Tensor | None]  # None: not requested
 Results = Tensor | tuple[Tensor | None, ...]
@@ -29,7 +29,7 @@ _calls: dict[str, tuple[str, Callable[..., tuple[Results, Fields]]]] = {}
 # Not `kernel`: inductor calls an operator through a function that has such a parameter itself.
 _OPTIONS = "str backend='automatic', str kernel_name='', bool deterministic=False"
 
-_VIEW = _lib.object_view(Tensor)
+_VIEW = _dlpack.object_view(Tensor)
 
 
 def _workspace(size: int, device: torch.device) -> Tensor:

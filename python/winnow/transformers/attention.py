@@ -50,22 +50,30 @@ def attention(
             "winnow.transformers: this model was not enabled but shares its config with one that"
             " is: give it a config of its own (copy.deepcopy), or enable it too"
         )
+    own_mask = indices is not None and not is_padding_mask(attention_mask)
     if indices is None:  # glm5_next hands its list over in place of a mask
         indices = attention_mask
-    elif not is_padding_mask(attention_mask):  # the indexer has said so
+    indices = indices.to(query.device)  # layers that share a selection may be on several
+    if own_mask:  # the indexer has said so
         return _eager(module, query, key, value, attention_mask, indices, scaling, dropout)
-    selection = selection_of(module)
+    selection = selection_of(module, dropout)
+    split = query.shape[1] < module.config.num_attention_heads
+    group = _head_group(module) if split else None
+    unknown = ""
+    if split and group is None:
+        unknown = "heads are split over ranks, but kv_b_proj does not say which"
+    if unknown and selection is not None:
+        raise ValueError(f"winnow.transformers: train_indexer True: {unknown}")
     widths = key.shape[-1] + value.shape[-1], key.shape[-1]
-    if reason := why_eager(query, widths, dropout) or _why_not_folded(module, query.shape[1]):
+    if reason := why_eager(query, widths, dropout) or unknown or _why_not_folded(module):
         warn_once(f"winnow.transformers: {reason}: attention runs as in eager, on the same keys")
         out, weights = _eager(module, query, key, value, None, indices, scaling, dropout)
         if selection is not None:
-            selection.add(attention_to(indices, weights).to(selection.target.device))
+            selection.add(attention_to(indices, weights), group)
         return out, weights
     dtype = working_dtype(query)
-    indices = indices.to(query.device)
-    if _is_split(module, query.shape[1]):
-        key = WholeGradients.apply(key, module.kv_b_proj.weight.device_mesh.get_group())
+    if group is not None:
+        key = WholeGradients.apply(key, group)
         s_aux = s_aux.to_local() if hasattr(s_aux, "to_local") else s_aux
     target = None if selection is None else torch.zeros(indices.shape, device=indices.device)
     out = latent_attention(
@@ -78,7 +86,7 @@ def attention(
         target,
     )
     if selection is not None:
-        selection.add(target.to(selection.target.device))
+        selection.add(target, group)
     return out, None
 
 
@@ -114,16 +122,21 @@ class WholeGradients(torch.autograd.Function):
         return total.to(d_latent.dtype), None
 
 
-def _is_split(module: nn.Module, heads: int) -> bool:
-    """Whether this rank has only some heads of the module."""
-    return heads < module.config.num_attention_heads
+def _head_group(module: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks over which the heads of the module are split; None: nothing says which.
+
+    A weight that FSDP has sharded too, outside its forward, is split over several dimensions of its
+    mesh, and does not say which of them is that of the heads.
+    """
+    weight = module.kv_b_proj.weight
+    placements = enumerate(getattr(weight, "placements", ()))
+    split = [dim for dim, placement in placements if not placement.is_replicate()]
+    return weight.device_mesh.get_group(split[0]) if len(split) == 1 else None
 
 
-def _why_not_folded(module: nn.Module, heads: int) -> str:
+def _why_not_folded(module: nn.Module) -> str:
     """Why the weight of kv_b_proj cannot be folded into the queries; empty if it can."""
     projection = module.kv_b_proj
-    if _is_split(module, heads) and not hasattr(projection.weight, "device_mesh"):
-        return "heads are split over ranks, but kv_b_proj does not say which"
     dropouts = getattr(projection, "lora_dropout", {}).values()
     if module.training and any(getattr(dropout, "p", 0) for dropout in dropouts):
         return "kv_b_proj has an adapter with dropout: its weight cannot be folded"

@@ -77,8 +77,8 @@ def _attend(
         indices = torch.cat([indices, keys], dim=-1)
         kv = torch.cat([kv, pools], dim=1)
 
-    selection = selection_of(self) if hasattr(self.compressor, "indexer") else None
     dropout = self.attention_dropout if self.training else 0.0
+    selection = selection_of(self, dropout) if hasattr(self.compressor, "indexer") else None
     if reason := why_eager(q, (self.head_dim, self.head_dim), dropout):
         warn_once(f"winnow.transformers: {reason}: attention runs as in eager, on the same keys")
         mask = dense_mask(indices, kv.shape[1], q.dtype)

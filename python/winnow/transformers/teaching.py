@@ -9,6 +9,7 @@ checkpointing runs again computes its scores again, for backward, and leaves not
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from winnow import _autograd
@@ -26,11 +27,19 @@ class Selection:
         self.tokens_per_slot = tokens_per_slot
         self.target = torch.zeros_like(scores)  # attention, summed over heads and layers
 
-    def add(self, attention: Tensor) -> None:
-        """Adds a layer's attention to the keys of its lists, which begin with the selection."""
+    def add(self, attention: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Adds a layer's attention to the keys of its lists, which begin with the selection.
+
+        Args:
+            attention: [batch, rows, slots] fp32, summed over the heads of this rank.
+            group: the ranks over which the layer's heads are split; None: this one has them all.
+        """
         topk = self.indices.shape[-1]
         attention = attention[..., : topk * self.tokens_per_slot]
-        self.target += attention.unflatten(-1, (topk, -1)).sum(-1)
+        attention = attention.unflatten(-1, (topk, -1)).sum(-1)
+        if group is not None:
+            dist.all_reduce(attention, group=group)
+        self.target += attention.to(self.target.device)
 
     def loss(self) -> Tensor:
         """winnow.index_loss of this target: the mean over the rows that count."""
@@ -78,10 +87,18 @@ def teaching_of(module: nn.Module) -> Teaching | None:
     return module.__dict__.get("winnow_teaching") if torch.is_grad_enabled() else None
 
 
-def selection_of(module: nn.Module) -> Selection | None:
+def selection_of(module: nn.Module, dropout: float) -> Selection | None:
     """The selection that this attention layer uses; None: nobody learns from it."""
     teaching = teaching_of(module)
-    return teaching.selections[-1] if teaching is not None and teaching.selections else None
+    if teaching is None or not teaching.selections:
+        return None
+    if dropout:  # eager returns weights with zeros in them, and the others scaled up
+        warn_once(
+            f"winnow.transformers: attention_dropout {dropout}: layers with dropout teach no"
+            " indexer: set attention_dropout to 0 to train indexers"
+        )
+        return None
+    return teaching.selections[-1]
 
 
 def attention_to(keys: Tensor, weights: Tensor) -> Tensor:
