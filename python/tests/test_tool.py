@@ -319,6 +319,15 @@ def test_colours_can_be_declined(environment):
     assert code == 0 and " ok" in text and "\033" not in text
 
 
+@pytest.fixture
+def heeds_ctrl_c():
+    """Programs started in the background of a shell, and what they start, ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_ends_a_bar_and_the_program():
     code, text = on_terminal(
         "run --backend reference --tokens 4096 --query-rows 64", until="%  1 s"
@@ -328,6 +337,7 @@ def test_ctrl_c_ends_a_bar_and_the_program():
     assert text.endswith("winnow: interrupted\n")
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_a_second_ctrl_c_ends_the_program_at_once():
     long_call = "run --backend reference --tokens 4096 --query-rows 512"
     with subprocess.Popen([TOOL, *long_call.split()], stdout=subprocess.PIPE) as process:
@@ -339,6 +349,7 @@ def test_a_second_ctrl_c_ends_the_program_at_once():
         assert process.wait(timeout=2) == -signal.SIGINT
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_leaves_no_half_of_a_file(tmp_path, no_matrix_product):
     folder = tmp_path / "results"
     folder.mkdir()
