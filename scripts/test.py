@@ -26,7 +26,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # The Python tests that take longest, which begin first; others follow by name.
-LONGEST = ["test_parallel", "test_torch", "test_parallel_errors", "test_ops", "test_main"]
+LONGEST = [
+    "test_parallel",
+    "test_tool",
+    "test_torch",
+    "test_parallel_errors",
+    "test_ops",
+    "test_main",
+]
 
 
 def outcomes(report: Path) -> Counter:
