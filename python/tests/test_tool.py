@@ -339,7 +339,7 @@ def test_ctrl_c_ends_a_bar_and_the_program():
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
 def test_a_second_ctrl_c_ends_the_program_at_once():
-    long_call = "run --backend reference --tokens 4096 --query-rows 512"
+    long_call = "run --backend reference --tokens 4096 --query-rows 4096"
     with subprocess.Popen([TOOL, *long_call.split()], stdout=subprocess.PIPE) as process:
         process.stdout.read(1)
         time.sleep(0.5)
