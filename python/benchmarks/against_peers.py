@@ -177,8 +177,6 @@ def winnow_backward(out, lse, d_out, q, kv, indices, sink, scale) -> Tensor:
 
 
 def cudnn_backward(cudnn: ModuleType, out, lse, d_out, q, kv, indices, sink, scale) -> Tensor:
-    if sink is None:  # it demands one
-        sink = torch.full(q.shape[1:2], -math.inf, device="cuda")
     return cudnn.DSA.sparse_attention_backward_wrapper(
         q, kv, out, d_out, lse, sink, indices, softmax_scale=scale
     )["dkv"]
@@ -192,7 +190,10 @@ def backward_races(peers: dict[str, ModuleType]) -> Iterator[Race]:
         race = Race(f"backward, {shape}, {kind}", 2 * shape.pairs() * (3 * shape.qk_dim + 2 * 512))
         race.calls["winnow"] = partial(winnow_backward, *given)
         if "cudnn" in peers:
-            race.calls["cudnn"] = partial(cudnn_backward, peers["cudnn"], *given)
+            *tensors, sink, scale = given
+            if sink is None:  # it demands one
+                sink = torch.full((shape.heads,), -math.inf, device="cuda")
+            race.calls["cudnn"] = partial(cudnn_backward, peers["cudnn"], *tensors, sink, scale)
         yield race
 
 
@@ -213,16 +214,17 @@ def cudnn_topk(cudnn: ModuleType, scores: Tensor, end: Tensor) -> Tensor:
     )["indices"]
 
 
-def cudnn_index(cudnn: ModuleType, q, k, weights, end) -> Tensor:
+def cudnn_index(cudnn: ModuleType, q, k, weights, first, end) -> Tensor:
+    """`first`: the position of the first query."""
     scores = cudnn.DSA.indexer_forward_wrapper(
-        q[None], k[None, :, None], weights[None], ratio=1, q_causal_offsets=end[:1] - 1
+        q[None], k[None, :, None], weights[None], ratio=1, q_causal_offsets=first
     )["scores"][0]
     return cudnn_topk(cudnn, scores, end)
 
 
-def deep_gemm_index(peers: dict[str, ModuleType], q, k, k_scale, weights, end) -> Tensor:
+def deep_gemm_index(peers: dict[str, ModuleType], q, k, k_scale, weights, begin, end) -> Tensor:
     scores = peers["deep_gemm"].fp8_mqa_logits(
-        q, (k, k_scale), weights, torch.zeros_like(end), end, clean_logits=False
+        q, (k, k_scale), weights, begin, end, clean_logits=False
     )
     whole_rows = scores.as_strided((len(scores), scores.stride(0)), (scores.stride(0), 1))
     return cudnn_topk(peers["cudnn"], whole_rows, end)
@@ -239,15 +241,17 @@ def index_races(peers: dict[str, ModuleType]) -> Iterator[Race]:
         bf16 = Race(f"scores and top-k, bf16, {name}", flops, disagreement=unshared)
         bf16.calls["winnow"] = partial(winnow_index, q, k, weights, packing)
         if "cudnn" in peers:
-            bf16.calls["cudnn"] = partial(cudnn_index, peers["cudnn"], q, k, weights, end)
+            first = end[:1] - 1
+            bf16.calls["cudnn"] = partial(cudnn_index, peers["cudnn"], q, k, weights, first, end)
         yield bf16
         fp8 = Race(f"scores and top-k, fp8, {name}", flops, disagreement=unshared)
         q8, k8 = winnow.quantize_fp8(q), winnow.quantize_fp8(k)
         folded = weights * q8.scale
         fp8.calls["winnow"] = partial(winnow_index, q8.values, k8.values, folded, packing, k8.scale)
         if "deep_gemm" in peers and "cudnn" in peers:
+            begin = torch.zeros_like(end)
             fp8.calls["deep_gemm + cudnn"] = partial(
-                deep_gemm_index, peers, q8.values, k8.values, k8.scale, folded, end
+                deep_gemm_index, peers, q8.values, k8.values, k8.scale, folded, begin, end
             )
         yield fp8
 
