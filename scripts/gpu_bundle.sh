@@ -37,9 +37,10 @@ fi
 find "$folder" -type f -exec strip {} +
 
 mkdir "$folder/python"
-cp -r python/winnow python/tests "$folder/python"
+cp -r python/winnow python/tests python/benchmarks "$folder/python"
 find "$folder/python" -name __pycache__ -prune -exec rm -r {} +
 cp -r README.md docs examples "$folder"
+git describe --always --dirty >"$folder/COMMIT"  # for the origin of what is measured there
 cp scripts/gpu_run.sh "$folder/run.sh"
 cp scripts/gpu_sanitize.sh "$folder/sanitize.sh"
 du -sh "$folder"
