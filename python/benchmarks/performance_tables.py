@@ -75,8 +75,8 @@ SELECTION = {  # bf16 and fp8
     "128k keys": "--keys 131072 --forward",
     "64 x 128, 32k keys": "--keys 32768 --index-heads 64 --forward",
     "64 x 128, 128k keys": "--keys 131072 --index-heads 64 --forward",
-    "32 x 128, 64k rows in 8 documents": "--tokens 65536 --keys 65536 --documents 8 --forward",
-    "64k rows in 64 documents of 1024": "--tokens 65536 --keys 65536 --documents 64 "
+    "32 x 128, 16k rows in 8 documents": "--tokens 16384 --keys 16384 --documents 8 --forward",
+    "16k rows in 16 documents of 1024": "--tokens 16384 --keys 16384 --documents 16 "
     "--even-documents --forward",
 }
 GENERAL = "--keys 4096 --kernel general"
