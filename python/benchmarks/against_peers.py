@@ -301,7 +301,7 @@ def main() -> int:
     if given.json:
         with open(given.json, "w") as file:
             raced = {"versions": {"torch": torch.__version__, **versions}, "results": results}
-            json.dump(origin() | raced, file, indent=1)
+            json.dump(origin(torch.cuda.get_device_name()) | raced, file, indent=1)
     return 0 if all(line["agree"] for line in results) else 1
 
 

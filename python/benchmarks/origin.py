@@ -24,11 +24,12 @@ def commit() -> str:
     return _output("git", "describe", "--always", "--dirty") or "unknown"
 
 
-def origin() -> dict[str, str]:
+def origin(device: str = "") -> dict[str, str]:
+    """`device` is its name where nvidia-smi is not here."""
     gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     name, _, driver = gpus.partition("\n")[0].partition(", ")
     return {
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "device": f"{name}, driver {driver}" if name else "unknown",
+        "device": f"{name}, driver {driver}" if name else device,
     }

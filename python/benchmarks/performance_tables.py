@@ -168,6 +168,7 @@ def run(command: str, program: str) -> dict:
     product = bench["matrix_product"] or {}  # null without cuBLAS
     return {
         "command": command,
+        "runs_on": bench["runs_on"],
         "product_flops_per_second": short(product["flops_per_second"]),
         "measured": measured,
     }
@@ -178,7 +179,8 @@ def measure(file: Path, program: str) -> int:
     start, failed, listed = time.monotonic(), 0, commands()
     for number, command in enumerate(listed, 1):
         try:
-            figures["runs"].append(run(command, program))
+            figures["runs"].append(each := run(command, program))
+            figures["device"] = figures["device"] or each["runs_on"]
         except (RuntimeError, KeyError) as error:
             failed += 1
             print(f"{command}: {error!r}", file=sys.stderr)

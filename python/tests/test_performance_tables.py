@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="the benchmarks 
 
 ORIGIN = {"commit": "abc1234", "date": "2026-11-18", "device": "NVIDIA H200, driver 580"}
 BENCH = {
+    "runs_on": "NVIDIA H200 (sm_90)",
     "matrix_product": {"flops_per_second": 8e14},
     "measured": [
         {
