@@ -37,9 +37,11 @@ fi
 find "$folder" -type f -exec strip {} +
 
 mkdir "$folder/python"
-cp -r python/winnow python/tests "$folder/python"
+cp -r python/winnow python/tests python/benchmarks "$folder/python"
 find "$folder/python" -name __pycache__ -prune -exec rm -r {} +
 cp -r README.md docs examples "$folder"
+# For the origin of what is measured there.
+git describe --always --dirty >"$folder/COMMIT" || echo unknown >"$folder/COMMIT"
 cp scripts/gpu_run.sh "$folder/run.sh"
 cp scripts/gpu_sanitize.sh "$folder/sanitize.sh"
 du -sh "$folder"

@@ -5,6 +5,7 @@
 #   run.sh tests           the C++ tests, then the Python ones where there are torch and pytest
 #   run.sh sanitize        short tests under each tool of compute-sanitizer
 #   run.sh fuzz ...        random calls on the GPU, with the options of the fuzzer
+#   run.sh tables FILE     every command behind the tables of docs/performance.md, to FILE as JSON
 #   run.sh COMMAND ...     a command of the tool: info, check, bench, with its options
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -60,5 +61,6 @@ case "${1:-all}" in
   tests) ./winnow info; tests ;;
   sanitize) ./sanitize.sh . ;;
   fuzz) ./fuzz --backend cuda "${@:2}" ;;
+  tables) python3 python/benchmarks/performance_tables.py measure "$2" --winnow ./winnow ;;
   *) ./winnow "$@" ;;
 esac

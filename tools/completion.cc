@@ -208,6 +208,12 @@ std::string fish_script(const std::vector<CompletedCommand>& commands) {
           script += fmt::format(" -a {}", quoted_for_fish(join(option.value.words, " ")));
       }
       script += fmt::format(" -d {}\n", quoted_for_fish(option.description));
+      // Of an option whose value may be missing fish takes the next word for another one.
+      if (option.value_optional && option.value.is_file)
+        script += fmt::format(
+            "complete -c winnow -n '__fish_seen_subcommand_from {}; "
+            "and test (commandline -opc)[-1] = {}' -F\n",
+            command.name, option.name);
     }
   return script;
 }

@@ -2,9 +2,13 @@
 // Ctrl-C: the first ends the program before its next call, the second at once.
 #pragma once
 
+#include <csignal>
 #include <exception>
 
 namespace winnow::tools {
+
+/// The exit code of a program that Ctrl-C ended.
+constexpr int kInterrupted = 128 + SIGINT;
 
 class Interrupted : public std::exception {
  public:

@@ -11,51 +11,68 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include "tools/output.h"
+
 namespace winnow::tools {
 namespace {
 
-/// Where symbolic links lead to, also if nothing is there yet.
-std::string behind_links(std::filesystem::path path) {
+/// Where a path leads to.
+struct Destination {
+  std::string path;       // behind symbolic links, also if nothing is there yet
+  int descriptor = -1;    // of a stream of this program, such as /dev/stdout or /dev/fd/63
+  bool is_plain = false;  // a regular file, or nothing yet
+};
+
+Destination destination(std::filesystem::path path) {
   constexpr int kMostLinks = 40;  // as in Linux
-  std::error_code none;
-  for (int i = 0; i < kMostLinks && is_symlink(path, none); ++i)
+  std::error_code none;           // then opening fails and says why
+  const auto status = std::filesystem::status(path, none);
+  const auto streams = std::filesystem::canonical("/proc/self/fd", none);
+  for (int i = 0; i < kMostLinks && is_symlink(path, none); ++i) {
+    const auto folder = canonical(path.parent_path(), none);
+    if (!streams.empty() && folder == streams) return {path, std::stoi(path.filename())};
     path = path.parent_path() / read_symlink(path, none);
-  return path;
+  }
+  return {path, -1, !exists(status) || is_regular_file(status)};
 }
 
 }  // namespace
 
 OutputFile::OutputFile(std::string path) : path_(std::move(path)) {
   if (path_.empty()) return;
-  std::error_code unknown;  // then opening fails and says why
-  const auto status = std::filesystem::status(path_, unknown);
-  const bool is_special = exists(status) && !is_regular_file(status);
-  if (!is_special) path_ = behind_links(path_);
-  written_path_ = is_special ? path_ : fmt::format("{}.{}.part", path_, getpid());
-  stream_.open(written_path_);
-  check();
+  const Destination found = destination(path_);
+  if (found.descriptor >= 0) {
+    const int copy = dup(found.descriptor);
+    if (copy >= 0) file_ = fdopen(copy, "w");
+  } else {
+    if (found.is_plain) {
+      path_ = found.path;
+      written_path_ = fmt::format("{}.{}.part", path_, getpid());
+    }
+    file_ = std::fopen((found.is_plain ? written_path_ : path_).c_str(), "w");
+  }
+  if (file_ == nullptr) refuse();
 }
 
 OutputFile::~OutputFile() {
-  if (!path_.empty() && written_path_ != path_) std::remove(written_path_.c_str());
+  if (file_ != nullptr) std::fclose(file_);
+  if (!written_path_.empty()) std::remove(written_path_.c_str());
 }
 
 void OutputFile::close() {
   if (!is_open()) return;
-  stream_.close();
-  check();
-  if (written_path_ == path_) return;
-  if (std::rename(written_path_.c_str(), path_.c_str()) != 0) refuse(errno);
-  written_path_ = path_;
+  if (written_path_.empty()) flush_output();  // comes first where both are one file
+  const bool written = std::fwrite(text_.data(), 1, text_.size(), file_) == text_.size();
+  if (!written || std::fflush(file_) != 0) refuse();
+  if (std::fclose(std::exchange(file_, nullptr)) != 0) refuse();
+  if (written_path_.empty()) return;
+  if (std::rename(written_path_.c_str(), path_.c_str()) != 0) refuse();
+  written_path_.clear();
 }
 
-void OutputFile::check() const {
-  if (!stream_) refuse(errno);
-}
-
-void OutputFile::refuse(int error) const {
+void OutputFile::refuse() const {
   throw std::runtime_error(
-      fmt::format("cannot write '{}': {}", path_, std::generic_category().message(error)));
+      fmt::format("cannot write '{}': {}", path_, std::generic_category().message(errno)));
 }
 
 }  // namespace winnow::tools

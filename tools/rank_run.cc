@@ -4,7 +4,10 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <memory>
+#include <optional>
 #include <stdexcept>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -12,10 +15,13 @@
 #include <nlohmann/json.hpp>
 
 #include "harness/backends.h"
+#include "harness/calls.h"
 #include "harness/rank_step.h"
+#include "tools/interrupt.h"
 #include "tools/json_document.h"
 #include "tools/mpi_job.h"
 #include "tools/output.h"
+#include "tools/progress.h"
 #include "tools/report_json.h"
 #include "tools/table.h"
 #include "tools/terminal.h"
@@ -36,6 +42,18 @@ struct RankFigures {
   double compute = 0;
   double scatter = 0;
 };
+/// The bar of rank 0; other ranks have none.
+using Bar = std::optional<Progress>;
+// Of the bar: parts beside the two steps, on the ranks and alone, which are 1 each. They take about
+// as long as each other, since the ranks share one machine.
+constexpr double kInputsShare = 0.05;
+constexpr double kTrafficShare = 0.05;
+constexpr double kCompareShare = 0.1;
+
+void begin(Bar& bar, std::string_view what, double work) {
+  if (bar) bar->begin(what, work);
+}
+
 // A job in which a rank hangs has ended after half a minute, with the time that MPI_Abort takes.
 constexpr std::chrono::seconds kTimeout{20};
 constexpr std::size_t kFigures = sizeof(RankFigures) / sizeof(double);
@@ -60,13 +78,32 @@ struct Outcome {
   }
 };
 
-RankFigures run_step(harness::RankStep& rank, Device device, const Execution& execution) {
+/// The seconds of a step's calls.
+double run_calls(const harness::TrainingStep& step, Device device, const Execution& execution,
+                 Bar& bar) {
+  std::vector<harness::Call> calls;
+  double flops = 0;
+  step.visit_calls([&](const auto& args, double each) {
+    calls.push_back(harness::call(args, each));
+    flops += each;
+  });
+  double seconds = 0;
+  for (const harness::Call& call : calls) {
+    begin(bar, call.name, call.flops / flops);
+    seconds += time_once(device, [&] { call.run(execution); });
+  }
+  return seconds;
+}
+
+RankFigures run_step(harness::RankStep& rank, Device device, const Execution& execution, Bar& bar) {
   RankFigures figures;
+  begin(bar, "gathering keys", kTrafficShare);
   figures.gather = time_once(device, [&] {
     rank.gather(execution);
     rank.communicator.wait(execution);
   });
-  figures.compute = time_once(device, [&] { rank.compute(execution); });
+  figures.compute = run_calls(rank.step, device, execution, bar);
+  begin(bar, "scattering gradients", kTrafficShare);
   figures.scatter = time_once(device, [&] {
     rank.scatter(execution);
     rank.communicator.wait(execution);
@@ -95,12 +132,14 @@ std::vector<RankFigures> collect(const MpiJob& job, const RankFigures& figures) 
 
 /// Results of all ranks against a step that rank 0 makes alone.
 void compare(const MpiJob& job, const RankRun& request, const harness::RankStep& rank,
-             Device device, Outcome& outcome) {
+             Device device, Bar& bar, Outcome& outcome) {
   std::unique_ptr<harness::TrainingStep> alone;
   if (job.rank() == 0) {
+    begin(bar, "inputs of one rank alone", kInputsShare);
     alone = std::make_unique<harness::TrainingStep>(request.c, device, request.seed);
-    outcome.alone_seconds = time_once(device, [&] { alone->run(request.execution); });
+    outcome.alone_seconds = run_calls(*alone, device, request.execution, bar);
   }
+  begin(bar, "comparing with one rank", kCompareShare);
   const std::vector<harness::StepOutput> results = results_of(rank);
   for (std::size_t i = 0; i < results.size(); ++i) {
     const std::vector<double> of_ranks = job.collect(values_of(*results[i].buffer));
@@ -184,6 +223,9 @@ int run(const MpiJob& job, const RankRun& request) {
                                               request.c.rows, job.size()));
     }
   }
+  Bar bar;
+  if (job.rank() == 0) bar.emplace(2 + 2 * kInputsShare + 2 * kTrafficShare + kCompareShare);
+  begin(bar, "making inputs", kInputsShare);
   const Device device = harness::device_of(request.execution.backend);
   const auto communicator = job.communicator(kTimeout);
   harness::RankStep rank(request.c, batch, request.sharding, *communicator, request.seed, device);
@@ -193,8 +235,9 @@ int run(const MpiJob& job, const RankRun& request) {
   execution.threads = std::max(1, cores / job.size());
 
   Outcome outcome;
-  outcome.ranks = collect(job, run_step(rank, device, execution));
-  compare(job, request, rank, device, outcome);
+  outcome.ranks = collect(job, run_step(rank, device, execution, bar));
+  compare(job, request, rank, device, bar, outcome);
+  bar.reset();
   if (job.rank() == 0) request.json ? print_json(request, outcome) : print_text(request, outcome);
   return job.decided_by_rank_0(outcome.failed() == 0) ? 0 : 1;
 }
@@ -205,6 +248,9 @@ int run_on_ranks(const RankRun& request) {
   const MpiJob job;
   try {
     return run(job, request);
+  } catch (const Interrupted& error) {
+    complain(error.what());
+    job.abort(kInterrupted);
   } catch (const std::exception& error) {
     complain(fmt::format("rank {} of {}: {}", job.rank(), job.size(), error.what()));
     job.abort(1);

@@ -25,7 +25,6 @@ using winnow::tools::complain;
 
 constexpr int kFailed = 1;
 constexpr int kBadWord = 2;
-constexpr int kInterrupted = 128 + SIGINT;
 constexpr int kReaderGone = 128 + SIGPIPE;  // what a shell reports of a program that SIGPIPE ended
 constexpr char kExitCodes[] =
     R"(Exit code 0: all is well. 1: something failed, or the output could not be written. 2: a word of
@@ -90,7 +89,7 @@ int main(int argc, char** argv) {
     winnow::tools::flush_output();
     return exit_code;
   } catch (const winnow::tools::Interrupted& error) {
-    return failed(error, kInterrupted);
+    return failed(error, winnow::tools::kInterrupted);
   } catch (const std::invalid_argument& error) {
     return failed(error, kBadWord);
   } catch (const std::system_error& error) {

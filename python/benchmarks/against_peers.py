@@ -9,6 +9,7 @@ tensors and take turns; ratio is the time of the fastest peer over winnow's. Lis
 "selected", as an indexer over a smooth sequence selects them, or "random"; scores are of
 independent keys, or of keys that forget over ten rows. Results are compared: out and gradients by
 the norm of their difference, selections by the share of keys in both. Exit code 1: they disagree.
+FILE also holds commit, date, device and versions; performance_tables.py makes a table of it.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import importlib.metadata
 import itertools
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,8 +26,9 @@ from functools import partial
 from types import ModuleType
 
 import torch
+from origin import origin
 from torch import Tensor
-from turns import median_ms
+from turns import times_ms
 
 import winnow
 import winnow.ops
@@ -48,8 +51,9 @@ class Race:
     )
 
 
-def imported() -> dict[str, ModuleType]:
-    peers = {}
+def imported() -> tuple[dict[str, ModuleType], dict[str, str]]:
+    """The peers of this machine, and their versions."""
+    peers, versions = {}, {}
     for name, package in PACKAGES.items():
         try:
             peers[name] = importlib.import_module(name)
@@ -57,11 +61,11 @@ def imported() -> dict[str, ModuleType]:
             print(f"{name}: left out, {type(error).__name__}: {error}")
             continue
         try:
-            version = importlib.metadata.version(package)
+            versions[name] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            version = getattr(peers[name], "__version__", "of unknown version")
-        print(f"{name} {version}")
-    return peers
+            versions[name] = getattr(peers[name], "__version__", "of unknown version")
+        print(f"{name} {versions[name]}")
+    return peers, versions
 
 
 # ---- Inputs.
@@ -266,11 +270,14 @@ def run(race: Race, repeat: int) -> dict:
         for name, call in race.calls.items()
         if name != "winnow"
     }
-    taken = median_ms(race.calls, repeat)
+    times = times_ms(race.calls, repeat)
+    taken = {name: statistics.median(each) for name, each in times.items()}
     peers = [ms for name, ms in taken.items() if name != "winnow"]
     return {
         "race": race.name,
         "ms": taken,
+        "fastest_ms": {name: min(each) for name, each in times.items()},
+        "slowest_ms": {name: max(each) for name, each in times.items()},
         "tflops": {name: race.flops / ms * 1e-9 for name, ms in taken.items()},
         "ratio": min(peers) / taken["winnow"] if peers else None,
         "disagreement": worst,
@@ -286,7 +293,7 @@ def main() -> int:
     given = parser.parse_args()
     torch.manual_seed(1)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, winnow {winnow.__version__}")
-    peers = imported()
+    peers, versions = imported()
     results = []
     for kind in given.only:
         for race in RACES[kind](peers):
@@ -297,7 +304,8 @@ def main() -> int:
             sys.stdout.flush()
     if given.json:
         with open(given.json, "w") as file:
-            json.dump(results, file, indent=1)
+            raced = {"versions": {"torch": torch.__version__, **versions}, "results": results}
+            json.dump(origin(torch.cuda.get_device_name()) | raced, file, indent=1)
     return 0 if all(line["agree"] for line in results) else 1
 
 

@@ -11,7 +11,12 @@ _FLUSH_BYTES = 256 << 20
 
 
 def median_ms(calls: Mapping[str, Callable[[], object]], repeat: int) -> dict[str, float]:
-    """The median time of each call; every round calls all of them, each time in another order."""
+    """The median time of each call."""
+    return {n: statistics.median(times) for n, times in times_ms(calls, repeat).items()}
+
+
+def times_ms(calls: Mapping[str, Callable[[], object]], repeat: int) -> dict[str, list[float]]:
+    """The times of each call; every round calls all of them, each time in another order."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     for call in calls.values():
         call()  # some compile at their first call
@@ -29,4 +34,4 @@ def median_ms(calls: Mapping[str, Callable[[], object]], repeat: int) -> dict[st
             end.record()
             events[name].append((begin, end))
         torch.cuda.synchronize()
-    return {n: statistics.median(b.elapsed_time(e) for b, e in events[n]) for n in names}
+    return {n: [b.elapsed_time(e) for b, e in events[n]] for n in names}

@@ -40,7 +40,7 @@ def option(build: Path, name: str) -> bool:
 
 
 def libraries(folder: Path) -> list[Path]:
-    return sorted(folder.glob("libwinnow*.so"))
+    return sorted(folder.rglob("libwinnow*.so"))
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expect_own_names_only(folder: Path) -> None:
+    assert libraries(folder)
     own = re.compile(r"(winnow_|((typeinfo|typeinfo name|vtable) for )?winnow::)")
     for library in libraries(folder):
         lines = run("nm", "-DC", "--defined-only", library).splitlines()
@@ -118,26 +119,40 @@ def test_another_minor_version_does_not_fit(installed: Path, tmp_path: Path) -> 
         assert run("cmake", version, *parts, "-P", script).strip() == fits
 
 
+WAYS = {
+    "fetched": ["-DWINNOW_FETCHED={root}"],
+    "fetched-cuda": ["-DWINNOW_FETCHED={root}", "-DWINNOW_CUDA=ON"],
+    "subdirectory-without-mpi": ["-DWINNOW_SUBDIRECTORY={root}", "-DWINNOW_MPI=OFF"],
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
-def test_consumer_builds_winnow_as_a_part(cuda: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_consumer_builds_winnow_as_a_part(way: str, tmp_path: Path) -> None:
     """The folder stays, so that a second run compiles nothing again. What was built is installed
     and used from there too, which tries the installation of the cuda backend without a GPU."""
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    cuda = way.endswith("-cuda")
     if cuda and not Path(nvcc).exists():
         pytest.skip("no nvcc here")
-    folder = ROOT / "build" / ("consumer-cuda" if cuda else "consumer")
-    settings = ["-DCMAKE_BUILD_TYPE=Release", f"-DWINNOW_SOURCE={ROOT}"]
+    folder = ROOT / "build" / f"consumer-{way}"
+    settings = ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON"]
+    settings += [word.format(root=ROOT) for word in WAYS[way]]
     if cuda:
-        settings += ["-DWINNOW_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=90a-real"]
-        settings += [f"-DCMAKE_CUDA_COMPILER={nvcc}"]
+        settings += ["-DCMAKE_CUDA_ARCHITECTURES=90a-real", f"-DCMAKE_CUDA_COMPILER={nvcc}"]
     run("cmake", "-G", "Ninja", "-S", CONSUMER, "-B", folder, *settings)
     run("cmake", "--build", folder)
     mpi = option(folder, "WINNOW_MPI")
-    expect_own_names_only(folder / "winnow")
+    names = {path.name for path in libraries(folder)}
+    assert names == {"libwinnow.so"} | ({"libwinnow_mpi.so"} if mpi else set())
+    assert not (mpi and way.endswith("without-mpi"))
+    expect_own_names_only(folder)
     expect_consumers_run(folder, cuda, mpi)
     run("cmake", "--install", folder, "--prefix", tmp_path, "--component", "winnow")
     for build in (build_by_find_package, build_by_pkg_config):
         built = tmp_path / build.__name__
         built.mkdir()
         build(tmp_path, built, cuda, mpi)
+    if not mpi:
+        with pytest.raises(AssertionError, match="was built without mpi"):
+            run("cmake", "-DWINNOW_COMPONENTS=mpi", tmp_path / build_by_find_package.__name__)

@@ -213,6 +213,15 @@ def test_links_and_devices_stay_what_they_are(tmp_path):
     assert Path(os.devnull).is_char_device()
 
 
+def test_a_page_for_stdout_goes_where_stdout_goes(tmp_path, capfd):
+    (tmp_path / "run.json").write_text(json.dumps(RUN))
+    print("before")
+    assert main(["report", str(tmp_path / "run.json"), "--output", "/dev/stdout"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "before" and lines[-1] == "wrote /dev/stdout"
+    assert "A training step" in "".join(lines[1:-1])
+
+
 def test_an_error_of_measuring_is_not_blamed_on_a_file(tmp_path, monkeypatch):
     def fail(device):
         raise KeyError("of measuring")

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs winnow and python -m winnow: output that is lost, words that are numbers, JSON,
-completion, terminals and Ctrl-C."""
+help, terminals and Ctrl-C."""
 
 import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -189,6 +190,27 @@ def test_a_link_to_a_file_of_json_stays_a_link(tmp_path, no_matrix_product, exis
     assert list(folder.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "link.json"])
+def test_json_for_stdout_goes_where_stdout_goes(tmp_path, monkeypatch, no_matrix_product, name):
+    monkeypatch.chdir(tmp_path)
+    Path("link.json").symlink_to("/dev/stdout")
+    whole = '{ echo before; "$@"; echo after; } > all.txt'
+    assert shell(whole, TOOL, *BENCH.split(), "--json", name) == (0, "")
+    before, rest = Path("all.txt").read_text().split("\nbackend", 1)
+    text, of_json = rest.split("\n{", 1)
+    assert before == "before" and "matrix product" in text
+    assert json.loads("{" + of_json.removesuffix("after\n"))["command"] == "bench"
+
+
+def test_json_for_a_pipe_is_read_from_it(tmp_path, no_matrix_product):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    words = [TOOL, *BENCH.split(), "--json", pipe]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL):
+        assert json.loads(pipe.read_text())["command"] == "bench"
+    assert pipe.is_fifo()
+
+
 def test_the_page_lists_the_file_format_of_compare():
     page = (Path(__file__).parents[2] / "docs" / "tool.md").read_text()
     for operator in json.loads(tool("compare --format --json").stdout)["operators"]:
@@ -202,62 +224,7 @@ def test_the_page_lists_the_file_format_of_compare():
 FORMAT_HEAD = ("| name | | shape or value |", "|---|---|---|")
 
 
-# ---- Completion and help.
-
-
-def completed(*words: str) -> set[str]:
-    """What bash offers for the last of the words."""
-    script = """
-        source <("$1" completion bash)
-        complete -p winnow | grep -q -- '-F _winnow winnow' || exit 1
-        shift
-        COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
-        _winnow && printf '%s\\n' "${COMPREPLY[@]}"
-    """
-    ran = subprocess.run(
-        ["bash", "-c", script, "bash", TOOL, *words], capture_output=True, text=True
-    )
-    assert ran.returncode == 0 and not ran.stderr, ran.stderr
-    return set(ran.stdout.split())
-
-
-@pytest.mark.parametrize(
-    "words, offered",
-    [
-        (["ch"], {"check"}),
-        (["co"], {"compare", "completion"}),
-        (["completion", ""], {"bash", "zsh", "fish", "--help"}),
-        (["check", "--backend", ""], {"reference", "cpu", "cuda"}),
-        (["check", "--b"], {"--backend"}),
-        (["check", "sparse"], {"sparse_attention"}),
-        (["run", "--case", "glm"], {"glm-5.2"}),
-        (["run", "--seed", ""], set()),
-        (["bench", "--data", "smooth10"], {"smooth10", "smooth1000"}),
-        (["plan", "--sharding", ""], {"contiguous", "zigzag"}),
-        (["plan", "--gpu", ""], {"h200"}),
-    ],
-)
-def test_bash_completes(words, offered):
-    assert completed("winnow", *words) == offered
-
-
-def test_bash_completes_files(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "job.safetensors").touch()
-    assert completed("winnow", "compare", "jo") == {"job.safetensors"}
-    assert "job.safetensors" in completed("winnow", "bench", "--json", "")
-
-
-@pytest.mark.parametrize("shell_name, word", [("zsh", "#compdef winnow"), ("fish", "-l backend")])
-def test_other_shells_get_scripts(shell_name, word):
-    script = tool(f"completion {shell_name}").stdout
-    assert word in script and "sparse_attention" in script
-
-
-def test_an_unknown_shell_is_refused():
-    ran = tool("completion csh")
-    told = "winnow: no shell 'csh': there are bash, zsh, fish\n"
-    assert (ran.returncode, ran.stderr) == (2, told)
+# ---- Help.
 
 
 def commands() -> list[str]:
@@ -279,14 +246,13 @@ def test_every_command_has_examples_that_its_parser_takes():
 # ---- Terminals.
 
 
-def on_terminal(words: str, until: str = "", **environment: str) -> tuple[int, str]:
-    """The exit code and the output of the program, with stdout and stderr on a terminal; Ctrl-C is
-    typed once it has written `until`."""
+def on_terminal(words: str | list, until: str = "", **environment: str) -> tuple[int, str]:
+    """The exit code and the output of the program, or of a whole command, with stdout and stderr on
+    a terminal; Ctrl-C is typed once it has written `until`."""
     main, side = pty.openpty()
     variables = {**os.environ, "TERM": "xterm", **environment}
-    with subprocess.Popen(
-        [TOOL, *words.split()], stdin=side, stdout=side, stderr=side, env=variables
-    ) as process:
+    command = words if isinstance(words, list) else [TOOL, *words.split()]
+    with subprocess.Popen(command, stdin=side, stdout=side, stderr=side, env=variables) as process:
         os.close(side)
         text = ""
         while read := read_terminal(main):
@@ -368,6 +334,45 @@ def test_ctrl_c_leaves_no_half_of_a_file(tmp_path, no_matrix_product):
 def test_the_bar_says_what_time_is_left():
     _, text = on_terminal("check --backend cpu index_topk")
     assert re.search(r"%  \d+ s, \d+ s left  index_topk", text)
+
+
+MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+RANKS = "run --context-parallel --tokens 1024 --backend cpu"
+
+
+def has_mpi() -> bool:
+    """Whether the tool has the MPI whose mpirun is here."""
+    if not shutil.which("mpirun"):
+        return False
+    asked = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+    return (
+        "Open MPI" in asked
+        and "libmpi.so" in subprocess.run(["ldd", TOOL], capture_output=True, text=True).stdout
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_mpi(), reason="no Open MPI here, or a tool without MPI")
+def test_rank_0_shows_a_bar_and_what_time_is_left():
+    ranks = ["mpirun", "-n", "2", str(TOOL), *RANKS.split()]
+    code, text = on_terminal(ranks, **MPI)
+    assert code == 0 and "all 16 within their limits" in re.sub(r"\033\[\d*[mK]", "", text)
+    assert re.search(r"%  \d+ s, \d+ s left  sparse_attention", text)
+    # Open MPI hands ranks a pseudo-terminal as stdout whatever its own is.
+    piped = subprocess.run(ranks, env=os.environ | MPI, capture_output=True, text=True)
+    assert piped.returncode == 0 and "\033" not in piped.stdout + piped.stderr
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
+@pytest.mark.skipif(not has_mpi(), reason="no Open MPI here, or a tool without MPI")
+def test_ctrl_c_ends_a_step_of_one_rank():
+    code, text = on_terminal(RANKS.replace("cpu", "reference"), until="%  1 s", **MPI)
+    assert code == 130 and "winnow: interrupted\n" in text
 
 
 def ended(words: str, stdout: int | None) -> int:

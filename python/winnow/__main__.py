@@ -69,8 +69,8 @@ def _add_report(commands) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    with written_whole(path) as part:
-        part.write_text(text)
+    with written_whole(path) as file:
+        file.write(text.encode())
 
 
 def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:

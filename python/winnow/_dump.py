@@ -54,7 +54,7 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    with written_whole(path) as part, open(part, "wb") as file:
+    with written_whole(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
             whole = tensor.detach().cpu().contiguous()
