@@ -47,6 +47,7 @@ class RowAttention {
     ScoreWarp<Shape> scores(parameters_, shared_, tiles_, warp(), lane());
     wait_for_copies<0>();
     wait_for_block();  // Q and the rows of tile 0 are there
+    scores.load_queries();
     for (int tile = 0; tile < tiles; ++tile) {
       scores.attend(tile);
       wait_for_block();

@@ -25,14 +25,31 @@ class ScoreWarp {
 
   __device__ ScoreWarp(const ForwardParameters& parameters, Storage& shared,
                        const Tiles<Shape>& tiles, int warp, int lane)
-      : parameters_(parameters), shared_(shared), tiles_(tiles), warp_(warp), lane_(lane) {}
+      : parameters_(parameters),
+        shared_(shared),
+        tiles_(tiles),
+        warp_(warp),
+        lane_(lane),
+        q_(fragment_address(tiles.q + warp * 16 * tiles.row_bytes, tiles.row_bytes,
+                            rows_first(lane))),
+        steps_(padded_dim(parameters.qk_dim) / 16) {}
+
+  /// Q is there.
+  __device__ void load_queries() {
+    if (steps_ < kHeld) return;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      load_fragments_at(q_held_.fragments[i], q_ + i * 16 * static_cast<int>(sizeof(T)));
+    }
+  }
 
   /// P of a tile, rounded to the type of the inputs, and the factors by which earlier values are
   /// rescaled, to shared memory.
   __device__ void attend(int tile) {
+    const std::int32_t key = shared_.key[tiles_.stage_of(tile)][lane_ % Shape::kKeys];
     Scores scores;
     compute_scores(scores, tiles_.rows_of(tile));
-    mask(scores, shared_.key[tiles_.stage_of(tile)]);
+    mask(scores, __ballot_sync(kAllLanes, key >= 0));
     move_base(scores, tile % 2);
     store_p(scores, tile % 2);
   }
@@ -63,14 +80,16 @@ class ScoreWarp {
  private:
   static constexpr int kKeyPairs = Shape::kKeys / 16;
   using Scores = float[kKeyPairs * 2][4];
+  static constexpr int kParts = 2;
+  // Registers suffice for this many steps of 16 channels of Q, which is read from shared memory
+  // less often then.
+  static constexpr int kHeld = Shape::kHeads > 16 ? 16 : Shape::kPairs > 4 ? 12 : 4;
 
   /// S = Q K^T times the power of two in the scale.
   __device__ void compute_scores(Scores& scores, std::uint32_t rows) const {
-    multiply_rows<T, 4 / kKeyPairs>(scores,
-                     fragment_address(tiles_.q + warp_ * 16 * tiles_.row_bytes, tiles_.row_bytes,
-                                      rows_first(lane_)),
-                     fragment_address(rows, tiles_.row_bytes, columns_first(lane_)),
-                     tiles_.row_bytes, padded_dim(parameters_.qk_dim) / 16);
+    multiply_rows<T, kParts>(scores, q_held_, q_,
+                             fragment_address(rows, tiles_.row_bytes, columns_first(lane_)),
+                             tiles_.row_bytes, steps_);
 #pragma unroll
     for (int n = 0; n < kKeyPairs * 2; ++n) {
 #pragma unroll
@@ -78,9 +97,8 @@ class ScoreWarp {
     }
   }
 
-  /// -inf where a slot has no key.
-  __device__ void mask(Scores& scores, const std::int32_t (&keys)[Shape::kKeys]) const {
-    const unsigned is_key = __ballot_sync(kAllLanes, keys[lane_ % Shape::kKeys] >= 0);
+  /// -inf where a slot has no key; a bit of is_key is a slot.
+  __device__ void mask(Scores& scores, unsigned is_key) const {
     if (is_key == kAllLanes) return;
     const unsigned own = is_key >> (lane_ % 4 * 2);
 #pragma unroll
@@ -149,6 +167,9 @@ class ScoreWarp {
   Storage& shared_;
   const Tiles<Shape>& tiles_;
   int warp_, lane_;
+  std::uint32_t q_;  // this lane's address in Q
+  int steps_;
+  HeldSteps<kHeld> q_held_;
   float largest_[2] = {-INFINITY, -INFINITY};  // of this lane's scores
   float base_[2] = {-INFINITY, -INFINITY};     // what the four lanes of a row measure scores from
   float sum_[2] = {0, 0};                      // this lane's part

@@ -29,21 +29,22 @@ class ValueWarp {
         shared_address(&shared_.p[tile % 2][first_row() + corner.row][corner.column]);
     const std::uint32_t v_row = fragment_address(tiles_.rows_of(tile), tiles_.row_bytes, corner);
 #pragma unroll
-    for (int group = 0; group < Shape::kGroups; ++group) {
-      if (column_of(group) >= parameters_.v_dim) break;
-      const std::uint32_t v_group = v_row + column_of(group) * kSize;
+    for (int block = 0; block < Shape::kKeys / 16; ++block) {
+      std::uint32_t p[kHeadBlocks][4];
 #pragma unroll
-      for (int block = 0; block < Shape::kKeys / 16; ++block) {
-        std::uint32_t p[kHeadBlocks][4];
+      for (int m = 0; m < kHeadBlocks; ++m) {
+        load_fragments_at(p[m], p_row + (m * 16 * kPStride + block * 16) * kSize);
+      }
 #pragma unroll
-        for (int m = 0; m < kHeadBlocks; ++m) {
-          load_fragments_at(p[m], p_row + (m * 16 * kPStride + block * 16) * kSize);
-        }
+      for (int group = 0; group < Shape::kGroups; ++group) {
+        if (column_of(group) >= parameters_.v_dim) break;
+        const std::uint32_t v_group =
+            v_row + block * 16 * tiles_.row_bytes + column_of(group) * kSize;
 #pragma unroll
         for (int i = 0; i < Shape::kGroupPairs; ++i) {
           const int n = (group * Shape::kGroupPairs + i) * 2;
           std::uint32_t v[4];
-          load_transposed_at(v, v_group + block * 16 * tiles_.row_bytes + i * 16 * kSize);
+          load_transposed_at(v, v_group + i * 16 * kSize);
 #pragma unroll
           for (int m = 0; m < kHeadBlocks; ++m) {
             multiply_add<T>(values_[m][n], p[m], v[0], v[1]);
