@@ -4,12 +4,12 @@
 // A block computes one query for a group of 16, 32 or 64 heads. It walks over the row's slots in
 // tiles of 16 keys, or 32 with 64 heads. In interval i, between two barriers of the block:
 // clang-format off
-//   score warps   one for 16 heads: S = Q K^T of tile i, Q and K from shared memory; softmax within
-//                 the warp; P, rounded to the type of the inputs, to shared memory. A row's base,
+//   score warps   one for 16 heads: S = Q K^T of tile i, K and most of Q from shared memory; softmax
+//                 in the warp; P, rounded to the type of the inputs, to shared memory. A row's base,
 //                 from which its logits are measured, moves only when a logit passes it by far, so
 //                 that values are seldom rescaled.
 //   value warps   4, or 8: gather tile i + 1 (i + 2 with four stages), 8 lanes a row by cp.async;
-//                 values += P V of tile i - 1, a warp has all heads and 64 columns or more in
+//                 values += P V of tile i - 1, a warp has up to 32 heads and 32 to 256 columns in
 //                 accumulators.
 // clang-format on
 // So one barrier a tile, and products of both kinds at the same time. Stages: the tiles of i - 1, i

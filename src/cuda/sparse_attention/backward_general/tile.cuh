@@ -27,6 +27,7 @@
 #include "cuda/common/row_slots.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tile_product.cuh"
+#include "cuda/sparse_attention/backward_general/heads.cuh"
 #include "cuda/sparse_attention/backward_general/rows.cuh"
 #include "cuda/sparse_attention/score_product.cuh"
 
@@ -43,32 +44,6 @@ struct alignas(16) SharedStorage {
   HeadConstants constants[kHeads];
   std::int32_t key[kMaxStages][kMaxKeys];  // the key of each slot; -1: none
 };
-
-template <class T>
-__device__ float probability(float log_p) {
-  const float x = at_most_0(log_p);
-  if constexpr (std::is_same_v<T, float>) {
-    return expf(x);
-  } else {
-    return fast_exp2(x * kLog2E);
-  }
-}
-
-/// Adds four neighbours by atomics; `aligned`: they begin at a multiple of 16 bytes.
-__device__ inline void add_four(float* to, const float4& x, bool aligned) {
-#if __CUDA_ARCH__ >= 900
-  if (aligned) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y),
-                 "f"(x.z), "f"(x.w)
-                 : "memory");
-    return;
-  }
-#endif
-  atomicAdd(to, x.x);
-  atomicAdd(to + 1, x.y);
-  atomicAdd(to + 2, x.z);
-  atomicAdd(to + 3, x.w);
-}
 
 /// kPairs: pairs of blocks of 8 columns of d_q that a warp has. kMaxKeys: of a tile.
 template <class T, int kHeads, int kPairs, int kMaxKeys>
@@ -89,9 +64,10 @@ class RowGradient {
     // visible.
     const int kv_rows = parameters.stages * parameters.tile_keys;
     const int qk_end = padded_dim(parameters.qk_dim);
-    clear_columns(q_tile_, kHeads, stride_, parameters.qk_dim, qk_end);
-    clear_columns(d_out_tile_, kHeads, v_stride_, parameters.v_dim, padded_v_dim(parameters.v_dim));
-    clear_columns(kv_tiles_, kv_rows, stride_, parameters.qk_dim, qk_end);
+    clear_columns<T, kThreadCount>(q_tile_, kHeads, stride_, parameters.qk_dim, qk_end);
+    clear_columns<T, kThreadCount>(d_out_tile_, kHeads, v_stride_, parameters.v_dim,
+                                   padded_v_dim(parameters.v_dim));
+    clear_columns<T, kThreadCount>(kv_tiles_, kv_rows, stride_, parameters.qk_dim, qk_end);
   }
 
   /// `row` is counted within the launch.
@@ -105,10 +81,10 @@ class RowGradient {
     const int first_tile = min(split * split_tiles, all_tiles);
     const int behind_tile = min(first_tile + split_tiles, all_tiles);
 
-    load_heads();
+    heads().template load<kThreadCount>();
     Gather<T, kThreadCount, kMaxKeys> gather(parameters_, slots, first_tile);
     if (first_tile < behind_tile) gather.start(first_tile, kv_tiles_, shared_.key[0]);
-    compute_constants();
+    heads().template compute_constants<kWarps>(shared_.constants);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) clear_accumulators(d_q_[i]);
 
@@ -149,7 +125,7 @@ class RowGradient {
         first_head + thread < parameters_.heads) {
       atomicAdd(parameters_.d_sink + first_head + thread, shared_.constants[thread].d_sink);
     }
-    store_d_q();
+    heads().template store_d_q<kWarps>(d_q_);
     wait_for_copies<0>();  // of heads, where there was no tile
   }
 
@@ -164,46 +140,14 @@ class RowGradient {
   // Two warps have 16 heads and 32 keys: one makes S, the other dP.
   static constexpr bool kInPairs = sizeof(T) == 2 && kMaxKeys == 32 && kWarps == 2 * kHeadBlocks;
 
-  __device__ std::int64_t token() const { return parameters_.first_row + row_; }
+  __device__ Heads<T, kHeads, Storage::kStride> heads() const {
+    return {parameters_, row_,      first_head_,      q_tile_,           d_out_tile_,
+            stride_,     v_stride_, &shared_.p[0][0], &shared_.d_s[0][0]};
+  }
   __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   /// Which 16 keys of a tile this warp scores.
   __device__ static int key_warp() { return warp() % kKeyWarps; }
-
-  __device__ static void clear_columns(T* tile, int rows, int stride, int dim, int end) {
-    const int columns = end - dim;
-    for (int i = static_cast<int>(threadIdx.x); i < rows * columns; i += kThreadCount) {
-      tile[i / columns * stride + dim + i % columns] = from_float<T>(0);
-    }
-  }
-
-  __device__ void load_heads() {
-    const T* const q = static_cast<const T*>(parameters_.q) + token() * parameters_.q_token_stride;
-    const T* const d_out =
-        static_cast<const T*>(parameters_.d_out) + token() * parameters_.d_out_token_stride;
-    const int lane_of_row = static_cast<int>(threadIdx.x) % kLanesPerRow;
-    for (int row = static_cast<int>(threadIdx.x) / kLanesPerRow; row < kHeads;
-         row += kThreadCount / kLanesPerRow) {
-      const int h = first_head_ + row;
-      const bool has_head = h < parameters_.heads;
-      copy_row(q_tile_ + row * stride_, has_head ? q + h * parameters_.q_head_stride : nullptr,
-               parameters_.qk_dim, parameters_.q_aligned, lane_of_row);
-      copy_row(d_out_tile_ + row * v_stride_,
-               has_head ? d_out + h * parameters_.d_out_head_stride : nullptr, parameters_.v_dim,
-               parameters_.d_out_aligned, lane_of_row);
-    }
-    commit_copies();
-  }
-
-  __device__ void compute_constants() {
-    for (int row = warp(); row < kHeads; row += kWarps) {
-      HeadConstants constants{};
-      if (first_head_ + row < parameters_.heads) {
-        constants = constants_of_head<T>(parameters_, token(), first_head_ + row);
-      }
-      if (lane() == 0) shared_.constants[row] = constants;
-    }
-  }
 
   /// Computes P and dS of this warp's 16 keys and its heads; 0 without a key and past the last
   /// head.
@@ -372,8 +316,8 @@ class RowGradient {
     const int whole_parts = parts / kWarps * kWarps;
 #pragma unroll 1
     for (int part = warp(); part < whole_parts; part += kWarps) {
-      add_block<kKeysAtOnce, kColumnsAtOnce>(part % key_parts * kKeysAtOnce,
-                                             part / key_parts * kColumnsAtOnce, keys, first_slot);
+      heads().template add_to_keys<kKeysAtOnce, kColumnsAtOnce>(
+          part % key_parts * kKeysAtOnce, part / key_parts * kColumnsAtOnce, keys, first_slot);
     }
     // Parts that are too few for all warps are cut into blocks of 16 keys and 16 columns, and so is
     // a last block of columns.
@@ -386,124 +330,7 @@ class RowGradient {
       const int key = is_cut ? part % key_parts * kKeysAtOnce + i % 2 * 16 : (i - cut) * 16;
       const int column =
           is_cut ? part / key_parts * kColumnsAtOnce + i / 2 % 2 * 16 : (column_blocks - 1) * 16;
-      add_block<16, 16>(key, column, keys, first_slot);
-    }
-  }
-
-  template <int kKeys, int kColumns>
-  __device__ void add_block(int first_key, int first_column, const std::int32_t* keys,
-                            std::int64_t first_slot) {
-    float sums[kKeys / 16][kColumns / 8][4];
-    clear_accumulators(sums);
-    multiply_heads(sums, &shared_.d_s[0][first_key], q_tile_ + first_column, stride_);
-    if (first_column < parameters_.v_dim) {
-      multiply_heads(sums, &shared_.p[0][first_key], d_out_tile_ + first_column, v_stride_);
-    }
-    // Four lanes emit 16 columns of a row. A lane has a pair in each of two blocks of 8; even lanes
-    // take the first block's pair from their neighbour, odd lanes the second's, so that each lane
-    // has four columns.
-    const bool is_odd = lane() % 2 != 0;
-    const int column = first_column + (is_odd ? 8 : 0) + lane() % 4 / 2 * 4;
-#pragma unroll
-    for (int i = 0; i < kKeys / 16; ++i) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = first_key + i * 16 + row_in_block(lane(), r * 2);
-        const std::int32_t key = row < parameters_.tile_keys ? keys[row] : -1;
-        float* const to = parameters_.d_kv + row_of_gradient(key, first_slot + row);
-#pragma unroll
-        for (int n = 0; n < kColumns / 8; n += 2) {
-          const float* const first = &sums[i][n][r * 2];
-          const float* const second = &sums[i][n + 1][r * 2];
-          const float2 own = {is_odd ? second[0] : first[0], is_odd ? second[1] : first[1]};
-          const float2 got = {__shfl_xor_sync(kAllLanes, is_odd ? first[0] : second[0], 1),
-                              __shfl_xor_sync(kAllLanes, is_odd ? first[1] : second[1], 1)};
-          if (key >= 0 && column + n * 8 < parameters_.qk_dim) {
-            emit_key(to + column + n * 8, is_odd ? float4{got.x, got.y, own.x, own.y}
-                                                 : float4{own.x, own.y, got.x, got.y});
-          }
-        }
-      }
-    }
-  }
-
-  /// c += A [heads, keys]^T B [heads, columns].
-  template <int kM, int kN>
-  __device__ static void multiply_heads(float (&c)[kM][kN][4], const T* a, const T* b,
-                                        int b_stride) {
-    if constexpr (sizeof(T) == 2) {
-      const std::uint32_t a_row =
-          fragment_address(shared_address(a), Storage::kStride * kSize, columns_first(lane()));
-      std::uint32_t b_row =
-          fragment_address(shared_address(b), b_stride * kSize, rows_first(lane()));
-#pragma unroll
-      for (int h = 0; h < kHeads; h += 16) {
-        std::uint32_t b_blocks[kN / 2][4];
-#pragma unroll
-        for (int n = 0; n < kN / 2; ++n) load_transposed_at(b_blocks[n], b_row + n * 16 * kSize);
-        b_row += 16 * b_stride * kSize;
-#pragma unroll
-        for (int i = 0; i < kM; ++i) {
-          std::uint32_t a_block[4];
-          load_transposed_at(a_block, a_row + (h * Storage::kStride + i * 16) * kSize);
-#pragma unroll
-          for (int n = 0; n < kN / 2; ++n) {
-            multiply_add<T>(c[i][n * 2], a_block, b_blocks[n][0], b_blocks[n][1]);
-            multiply_add<T>(c[i][n * 2 + 1], a_block, b_blocks[n][2], b_blocks[n][3]);
-          }
-        }
-      }
-    } else {
-      multiply_tile<kHeads, false, false>(c, a, Storage::kStride, b, b_stride);
-    }
-  }
-
-  /// The offset of a key's gradient, or of a slot's term.
-  __device__ std::int64_t row_of_gradient(std::int32_t key, std::int64_t slot) const {
-    if (parameters_.key_gradient == KeyGradient::added) return key * parameters_.d_kv_stride;
-    return (std::int64_t{row_} * parameters_.slots.slots + slot) * parameters_.d_kv_stride;
-  }
-
-  __device__ void emit_key(float* to, float4 x) const {
-    if (parameters_.key_gradient == KeyGradient::added) {
-      add_four(to, x, parameters_.d_kv_aligned);
-      return;
-    }
-    float4& term = *reinterpret_cast<float4*>(to);
-    if (parameters_.key_gradient == KeyGradient::stored_too) {
-      const float4 before = term;
-      x = {before.x + x.x, before.y + x.y, before.z + x.z, before.w + x.w};
-    }
-    term = x;
-  }
-
-  __device__ void store_d_q() {
-    if (parameters_.d_q == nullptr) return;
-    T* const d_q = static_cast<T*>(parameters_.d_q) + token() * parameters_.d_q_token_stride;
-#pragma unroll
-    for (int m = 0; m < kHeadBlocks; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int h = first_head_ + m * 16 + row_in_block(lane(), r * 2);
-        if (h >= parameters_.heads) continue;
-        T* const to = d_q + h * parameters_.d_q_head_stride;
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-#pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            const int column = (warp() + i * kWarps) * 16 + n * 8 + column_in_block(lane(), 0);
-            if (column >= parameters_.qk_dim) continue;
-            const float first = d_q_[i][m][n][r * 2];
-            const float second = d_q_[i][m][n][r * 2 + 1];
-            if constexpr (std::is_same_v<T, float>) {
-              to[column] = first;
-              to[column + 1] = second;
-            } else {
-              store_pair(to + column, first, second, parameters_.d_q_aligned);
-            }
-          }
-        }
-      }
+      heads().template add_to_keys<16, 16>(key, column, keys, first_slot);
     }
   }
 

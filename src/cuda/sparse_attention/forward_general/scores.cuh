@@ -80,10 +80,11 @@ class ScoreWarp {
  private:
   static constexpr int kKeyPairs = Shape::kKeys / 16;
   using Scores = float[kKeyPairs * 2][4];
-  static constexpr int kParts = 2;
-  // Registers suffice for this many steps of 16 channels of Q, which is read from shared memory
-  // less often then.
-  static constexpr int kHeld = Shape::kHeads > 16 ? 16 : Shape::kPairs > 4 ? 12 : 4;
+  // Registers suffice for kHeld steps of 16 channels of Q, which is read from shared memory less
+  // often then. With 16 heads and wide values it is better to load more steps ahead.
+  static constexpr bool kIsWide = Shape::kHeads == 16 && Shape::kPairs > 4;
+  static constexpr int kParts = kIsWide ? 4 : 2;
+  static constexpr int kHeld = kIsWide ? 0 : Shape::kHeads > 16 ? 16 : 4;
 
   /// S = Q K^T times the power of two in the scale.
   __device__ void compute_scores(Scores& scores, std::uint32_t rows) const {
