@@ -4,8 +4,8 @@
 // A block computes one query for a group of 16, 32 or 64 heads. It walks over the row's slots in
 // tiles of 16 keys, or 32 with 64 heads. In interval i, between two barriers of the block:
 // clang-format off
-//   score warps   one for 16 heads: S = Q K^T of tile i, K and most of Q from shared memory; softmax
-//                 in the warp; P, rounded to the type of the inputs, to shared memory. A row's base,
+//   score warps   one for 16 heads: S = Q K^T of tile i, K and most of Q from shared memory; the
+//                 softmax; P, rounded to the type of the inputs, to shared memory. A row's base,
 //                 from which its logits are measured, moves only when a logit passes it by far, so
 //                 that values are seldom rescaled.
 //   value warps   4, or 8: gather tile i + 1 (i + 2 with four stages), 8 lanes a row by cp.async;
