@@ -13,6 +13,7 @@
 #include "cuda/common/block_reduce.cuh"
 #include "cuda/common/key_sums.cuh"
 #include "cuda/common/runtime.h"
+#include "cuda/sparse_attention/backward_general/many_heads.h"
 #include "cuda/sparse_attention/backward_general/tile.cuh"
 #include "cuda/sparse_attention/kernels.h"
 
@@ -58,15 +59,17 @@ struct Tile {
   int keys = 0;
   int stages = 0;
   std::size_t shared_bytes = 0;
+  int threads = 0;
+  void (*kernel)(BackwardParameters) = nullptr;  // null: that of choose_kernel
 };
 
 template <class T>
 std::size_t shared_bytes_of(const Tile& tile, int qk_dim, int v_dim) {
   using namespace sparse_attention::backward_general;
-  const std::size_t fixed = tile.heads == 64   ? sizeof(SharedStorage<T, 64>)
-                            : tile.heads == 32 ? sizeof(SharedStorage<T, 32>)
-                                               : sizeof(SharedStorage<T, 16>);
-  const int elements = tile.heads * (row_elements<T>(qk_dim) + row_elements<T>(v_dim)) +
+  const std::size_t fixed = tile.heads == 64   ? sizeof(SharedStorage<T, 64, 64>)
+                            : tile.heads == 32 ? sizeof(SharedStorage<T, 32, 64>)
+                                               : sizeof(SharedStorage<T, 16, 64>);
+  const int elements = tile.heads * (row_elements<T>(qk_dim) + v_row_elements<T>(v_dim)) +
                        tile.stages * tile.keys * row_elements<T>(qk_dim);
   return fixed + static_cast<std::size_t>(elements) * sizeof(T);
 }
@@ -81,8 +84,18 @@ Tile choose_tile(const SparseAttentionBackward& args) {
   const auto limit = static_cast<std::size_t>(device_properties(args.q.device).shared_bytes);
   const auto with_bytes = [&](Tile tile) {
     tile.shared_bytes = shared_bytes_of<T>(tile, qk_dim, v_dim);
+    tile.threads = sparse_attention::backward_general::kThreads<64>;
+    if (tile.heads == 16) tile.threads = sparse_attention::backward_general::kThreads<16>;
     return tile;
   };
+  if constexpr (sizeof(T) == 2) {
+    if (heads > 32) {
+      const auto many = sparse_attention::backward_general::many_heads<T>(qk_dim, v_dim, limit);
+      if (many.kernel != nullptr) {
+        return {many.heads, many.keys, many.stages, many.shared_bytes, many.threads, many.kernel};
+      }
+    }
+  }
   int most_heads = 16;
   if (sizeof(T) == 2 && heads > 16) most_heads = heads > 32 && qk_dim <= 512 ? 64 : 32;
   for (int rows = most_heads; rows >= 16; rows /= 2) {
@@ -93,6 +106,8 @@ Tile choose_tile(const SparseAttentionBackward& args) {
     };
     const Tile one = with_bytes({rows, 64, 1});
     const Tile two = with_bytes({rows, 64, 2});
+    const Tile less = with_bytes({rows, 48, 1});
+    if (rows == 16 && blocks(less) > blocks(one)) return less;
     if (blocks(two) > 0 && blocks(two) == blocks(one)) return two;
     if (blocks(one) > 0) return one;
     const Tile narrow = with_bytes({rows, 32, 1});
@@ -111,6 +126,7 @@ using Kernel = void (*)(BackwardParameters);
 template <class T>
 Kernel choose_kernel(const Tile& tile, int qk_dim) {
   using namespace sparse_attention::backward_general;
+  if (tile.kernel != nullptr) return tile.kernel;
   const int pairs = (qk_dim + 15) / 16;  // of all warps
   if constexpr (sizeof(T) == 2) {
     if (tile.heads == 64) {
@@ -182,13 +198,24 @@ BackwardParameters parameters_of(const SparseAttentionBackward& args, const Tile
 
 template <class T>
 void launch_gradients(const BackwardParameters& parameters, const Tile& tile, cudaStream_t stream) {
-  using sparse_attention::backward_general::kThreads;
-  launch(choose_kernel<T>(tile, parameters.qk_dim),
-         {.blocks = std::min(parameters.rows * parameters.groups * parameters.splits, kMaxBlocks),
-          .threads = tile.heads == 16 ? kThreads<16> : kThreads<64>,
-          .shared_bytes = tile.shared_bytes,
-          .stream = stream},
-         parameters);
+  // One launch, but for more blocks than it may have.
+  const std::int64_t row_blocks = parameters.groups * parameters.splits;
+  const std::int64_t most_rows = kMaxBlocks / row_blocks;
+  for (std::int64_t row = 0; row < parameters.rows; row += most_rows) {
+    BackwardParameters part = parameters;
+    part.first_row += row;
+    part.rows = std::min(most_rows, parameters.rows - row);
+    part.slots = parameters.slots.part(row, 0, parameters.slots.slots);
+    if (parameters.key_gradient != KeyGradient::added && row > 0) {
+      part.d_kv += row * parameters.slots.slots * parameters.d_kv_stride;
+    }
+    launch(choose_kernel<T>(tile, parameters.qk_dim),
+           {.blocks = part.rows * row_blocks,
+            .threads = tile.threads,
+            .shared_bytes = tile.shared_bytes,
+            .stream = stream},
+           part);
+  }
 }
 
 /// Computes all gradients in one launch, with atomics.

@@ -1,19 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse attention, forward, for every shape in bf16 and f16, from compute capability 8.0 on.
 //
-// A block of 4 or 8 warps computes one query for a group of 16, 32 or 64 heads. It walks over the
-// row's slots in tiles of 64 keys (32 or 16 where rows are wide):
+// A block computes one query for a group of 16, 32 or 64 heads. It walks over the row's slots in
+// tiles of 16 keys, or 32 with 64 heads. In interval i, between two barriers of the block:
 // clang-format off
-//   gather   8 lanes copy a row by cp.async; a slot without a key is zeros. With two stages the
-//            next tile is in flight during the products of this one.
-//   scores   A warp has 16 keys and 16 or 32 heads; Q and K are read from shared memory.
-//   softmax  The four warps that share a row exchange its maximum through shared memory; P goes
-//            there too, rounded to the type of the inputs.
-//   values   A warp has all heads and every 4th or 8th block of 16 columns, in accumulators.
+//   score warps   one for 16 heads: S = Q K^T of tile i, K and most of Q from shared memory; the
+//                 softmax; P, rounded to the type of the inputs, to shared memory. A row's base,
+//                 from which its logits are measured, moves only when a logit passes it by far, so
+//                 that values are seldom rescaled.
+//   value warps   4, or 8: gather tile i + 1 (i + 2 with four stages), 8 lanes a row by cp.async;
+//                 values += P V of tile i - 1, a warp has up to 32 heads and 32 to 256 columns in
+//                 accumulators.
 // clang-format on
-// There are three barriers a tile: rows are there; maxima are there; P and the factors are there.
-// Limits: the bandwidth of shared memory (3 to 4 cycles a product), then that of the gather.
+// So one barrier a tile, and products of both kinds at the same time. Stages: the tiles of i - 1, i
+// and i + 1, one more where that leaves as many blocks on an SM, two where there is little shared
+// memory (then the gather waits for the values).
+// Limits: the bandwidth of shared memory (3 to 4 cycles a product of scores, 1 to 2 one of values).
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -28,73 +32,84 @@ namespace {
 using namespace sparse_attention::forward_general;
 
 /// Minimum resident blocks per SM (`__launch_bounds__`): as many as leave each enough registers.
-template <int kHeads, int kPairs>
-constexpr int kMinBlocks = kHeads / 16 * kPairs > 8 ? 1
-                           : kHeads > 16            ? 2
-                           : kPairs > 4             ? 3
-                                                    : 4;
+template <class Shape>
+constexpr int kMinBlocks = Shape::kHeads == 64   ? 1
+                           : Shape::kHeads == 32 ? (Shape::kValueWarps > 4 ? 1 : 2)
+                           : Shape::kPairs > 8   ? 2
+                           : Shape::kPairs > 4   ? 3
+                                                 : 4;
 
-template <class T, int kHeads, int kPairs>
-__global__ void __launch_bounds__(kWarps<kHeads> * 32, kMinBlocks<kHeads, kPairs>)
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, kMinBlocks<Shape>)
     attend_kernel(const __grid_constant__ ForwardParameters parameters) {
   extern __shared__ __align__(16) unsigned char memory[];
-  RowAttention<T, kHeads, kPairs> attention(parameters, memory);
-  const std::int64_t items = parameters.tokens * parameters.head_groups;
-  for (std::int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    attention.run(item / parameters.head_groups,
-                  static_cast<int>(item % parameters.head_groups) * kHeads);
-  }
+  RowAttention<Shape> attention(parameters, memory);
+  // One item a block: a loop over items would cost registers.
+  const int item = static_cast<int>(blockIdx.x);
+  attention.run(item / parameters.head_groups, item % parameters.head_groups * Shape::kHeads);
 }
 
 // ---- The launcher.
 
-struct Tile {
+struct Choice {
+  void (*kernel)(ForwardParameters) = nullptr;  // null: there is too little shared memory
   int heads = 0;
-  int keys = 0;
+  int threads = 0;
   int stages = 0;
   std::size_t shared_bytes = 0;
 };
 
-std::size_t shared_bytes_of(int heads, int keys, int stages, int qk_dim) {
-  const std::size_t fixed = heads == 64   ? sizeof(SharedStorage<__half, 64>)
-                            : heads == 32 ? sizeof(SharedStorage<__half, 32>)
-                                          : sizeof(SharedStorage<__half, 16>);
-  return fixed +
-         static_cast<std::size_t>(heads + stages * keys) * row_elements(qk_dim) * sizeof(__half);
-}
-
-/// The largest tile that fits, with two stages if possible. With 64 heads the registers suffice for
-/// 512 columns of values.
-Tile choose_tile(const SparseAttentionForward& args) {
-  struct KeysAndStages {
-    int keys, stages;
-  };
-  const auto heads = args.q.shape[1];
+/// The most stages that leave as many resident blocks as fewer would, from three on; two if no
+/// more fit.
+template <class Shape>
+Choice choice_of(const SparseAttentionForward& args) {
   const auto qk_dim = static_cast<int>(args.q.shape[2]);
+  const auto v_dim = static_cast<int>(args.out.shape[2]);
   const auto limit = static_cast<std::size_t>(device_properties(args.q.device).shared_bytes);
-  int rows = heads > 32 && args.out.shape[2] <= 512 ? 64 : heads > 16 ? 32 : 16;
-  for (; rows >= 16; rows /= 2) {
-    for (const auto [keys, stages] :
-         {KeysAndStages{64, 2}, {32, 2}, {64, 1}, {32, 1}, {16, 2}, {16, 1}}) {
-      const std::size_t bytes = shared_bytes_of(rows, keys, stages, qk_dim);
-      if (bytes <= limit) return {rows, keys, stages, bytes};
-    }
-  }
-  return {};
+  constexpr std::size_t kReserved = 1024;  // of every block, by the system
+  const auto bytes = [&](int stages) {
+    return sizeof(typename Shape::Storage) +
+           sizeof(typename Shape::T) *
+               (static_cast<std::size_t>(Shape::kHeads) * row_elements(qk_dim) +
+                static_cast<std::size_t>(stages) * stage_elements<Shape>(qk_dim, v_dim));
+  };
+  const auto blocks = [&](int stages) {
+    return std::min<std::size_t>((limit + kReserved) / (bytes(stages) + kReserved),
+                                 kMinBlocks<Shape>);
+  };
+  int stages = 3;
+  if (blocks(4) == blocks(3)) stages = 4;
+  if (blocks(3) == 0) stages = 2;
+  if (blocks(stages) == 0) return {};
+  return {attend_kernel<Shape>, Shape::kHeads, Shape::kThreads, stages, bytes(stages)};
 }
 
-using Kernel = void (*)(ForwardParameters);
-
+/// The block with the most heads that fits. It does not depend on the number of rows or keys.
 template <class T>
-Kernel choose_kernel(const Tile& tile, std::int64_t v_dim) {
-  const std::int64_t pairs = (v_dim + 15) / 16;
-  if (tile.heads == 64) return pairs <= 16 ? attend_kernel<T, 64, 2> : attend_kernel<T, 64, 4>;
-  if (tile.heads == 32) {
-    if (pairs <= 16) return attend_kernel<T, 32, 2>;
-    return pairs <= 32 ? attend_kernel<T, 32, 4> : attend_kernel<T, 32, 8>;
+Choice choose(const SparseAttentionForward& args) {
+  const std::int64_t heads = args.q.shape[1];
+  const std::int64_t v_dim = args.out.shape[2];
+  Choice choice;
+  if (heads > 32 && v_dim <= 512) {
+    choice = v_dim <= 256 ? choice_of<Shape<T, 64, 32, 8, 4>>(args)
+                          : choice_of<Shape<T, 64, 32, 8, 8>>(args);
   }
-  if (pairs <= 16) return attend_kernel<T, 16, 4>;
-  return pairs <= 32 ? attend_kernel<T, 16, 8> : attend_kernel<T, 16, 16>;
+  if (choice.kernel == nullptr && heads > 16) {
+    choice = v_dim <= 256   ? choice_of<Shape<T, 32, 16, 4, 4>>(args)
+             : v_dim <= 512 ? choice_of<Shape<T, 32, 16, 4, 8>>(args)
+                            : choice_of<Shape<T, 32, 16, 8, 8>>(args);
+  }
+  if (choice.kernel == nullptr) {
+    choice = v_dim <= 128   ? choice_of<Shape<T, 16, 16, 4, 2>>(args)
+             : v_dim <= 256 ? choice_of<Shape<T, 16, 16, 4, 4>>(args)
+             : v_dim <= 512 ? choice_of<Shape<T, 16, 16, 4, 8>>(args)
+                            : choice_of<Shape<T, 16, 16, 4, 16>>(args);
+  }
+  return choice;
+}
+
+Choice choose(const SparseAttentionForward& args) {
+  return args.q.dtype == DType::bf16 ? choose<__nv_bfloat16>(args) : choose<__half>(args);
 }
 
 /// Whether pairs of elements can be stored by one instruction.
@@ -106,31 +121,46 @@ bool has_aligned_pairs(const Tensor& tensor) {
   return bits % 2 == 0;
 }
 
+/// The parameters for the rows from `row` on.
+ForwardParameters rows_from(ForwardParameters parameters, std::int64_t row) {
+  constexpr std::int64_t kSize = sizeof(__half);
+  parameters.q =
+      static_cast<const std::byte*>(parameters.q) + row * parameters.q_token_stride * kSize;
+  parameters.out =
+      static_cast<std::byte*>(parameters.out) + row * parameters.out_token_stride * kSize;
+  parameters.indices += row * parameters.indices_stride;
+  if (parameters.lengths != nullptr) parameters.lengths += row;
+  parameters.lse += row * parameters.lse_stride;
+  if (parameters.max_logits != nullptr) parameters.max_logits += row * parameters.max_logits_stride;
+  return parameters;
+}
+
 std::string why_not(const SparseAttentionForward& args, const Execution&) {
   if (args.q.dtype != DType::bf16 && args.q.dtype != DType::f16)
     return sentence(refusal::takes_dtypes, "bf16 and f16");
-  if (choose_tile(args).heads == 0) return refusal::too_little_shared;
+  if (choose(args).kernel == nullptr) return refusal::too_little_shared;
   return {};
 }
 
 void run(const SparseAttentionForward& args, const Execution& execution) {
   const DeviceGuard guard(args.q.device);
-  const Tile tile = choose_tile(args);
-  ForwardParameters parameters = forward_parameters(args, tile.heads);
-  parameters.tile_keys = tile.keys;
-  parameters.stages = tile.stages;
+  const Choice choice = choose(args);
+  ForwardParameters parameters = forward_parameters(args, choice.heads);
+  parameters.stages = choice.stages;
   parameters.q_aligned = has_aligned_rows(args.q);
   parameters.kv_aligned = has_aligned_rows(args.kv);
   parameters.out_aligned = has_aligned_pairs(args.out);
-  const Kernel kernel = args.q.dtype == DType::bf16
-                            ? choose_kernel<__nv_bfloat16>(tile, args.out.shape[2])
-                            : choose_kernel<__half>(tile, args.out.shape[2]);
-  launch(kernel,
-         {.blocks = std::min(parameters.tokens * parameters.head_groups, kMaxBlocks),
-          .threads = tile.heads == 16 ? kWarps<16> * 32 : kWarps<64> * 32,
-          .shared_bytes = tile.shared_bytes,
-          .stream = execution.stream},
-         parameters);
+  // One launch, but for more blocks than it may have.
+  const std::int64_t most_rows = kMaxBlocks / parameters.head_groups;
+  for (std::int64_t row = 0; row < parameters.tokens; row += most_rows) {
+    const std::int64_t rows = std::min(most_rows, parameters.tokens - row);
+    launch(choice.kernel,
+           {.blocks = rows * parameters.head_groups,
+            .threads = choice.threads,
+            .shared_bytes = choice.shared_bytes,
+            .stream = execution.stream},
+           rows_from(parameters, row));
+  }
 }
 
 }  // namespace

@@ -12,10 +12,8 @@
 
 namespace winnow::cuda::sparse_attention::backward_general {
 
-inline constexpr int kMaxTileKeys = 64;
-inline constexpr int kKeyWarps = kMaxTileKeys / 16;  // warps that share the heads of a tile
 inline constexpr int kMaxStages = 2;
-inline constexpr int kColumnsAtOnce = 32;  // of d_kv; rows in shared memory are padded to it
+inline constexpr int kColumnsAtOnce = 32;  // of d_kv
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 template <int kHeads>
@@ -30,13 +28,19 @@ struct alignas(16) HeadConstants {
   float d_sink;  // the gradient of the sink if the query has keys
 };
 
-__host__ __device__ constexpr int padded_dim(int dim) {
-  return (dim + kColumnsAtOnce - 1) / kColumnsAtOnce * kColumnsAtOnce;
-}
+__host__ __device__ constexpr int padded_dim(int dim) { return (dim + 15) / 16 * 16; }
 /// The padding lets eight rows begin in different banks.
 template <class T>
-__host__ __device__ constexpr int row_elements(int dim) {
-  return padded_dim(dim) + static_cast<int>(16 / sizeof(T));
+__host__ __device__ constexpr int row_elements(int qk_dim) {
+  return padded_dim(qk_dim) + static_cast<int>(16 / sizeof(T));
+}
+/// Rows of d_out are read in pieces of kColumnsAtOnce.
+__host__ __device__ constexpr int padded_v_dim(int v_dim) {
+  return (v_dim + kColumnsAtOnce - 1) / kColumnsAtOnce * kColumnsAtOnce;
+}
+template <class T>
+__host__ __device__ constexpr int v_row_elements(int v_dim) {
+  return padded_v_dim(v_dim) + static_cast<int>(16 / sizeof(T));
 }
 
 // ---- The constants of a head.
@@ -102,12 +106,12 @@ __device__ HeadConstants constants_of_head(const BackwardParameters& parameters,
 // ---- The gather.
 
 /// Gathers the rows of one query's keys, tile by tile.
-template <class T, int kThreadCount>
+template <class T, int kThreadCount, int kMaxKeys>
 class Gather {
  public:
   __device__ Gather(const BackwardParameters& parameters, const RowSlots& slots, int first_tile)
-      : parameters_(parameters), slots_(slots) {
-    load_keys(first_tile);
+      : parameters_(parameters), indices_(slots.indices), slots_(slots.count) {
+    load_indices(first_tile);
   }
 
   /// Copies the rows of a tile, whose keys were loaded one tile ago, and loads the next tile's
@@ -119,14 +123,15 @@ class Gather {
     for (int i = 0; i < kRows; ++i) {
       const int row = group_ + i * kGroups;
       if (row >= parameters_.tile_keys) break;
-      const T* const from = next_[i] < 0 ? nullptr : kv + next_[i] * parameters_.kv_stride;
+      const std::int32_t key = next_[i] < parameters_.slots.keys ? next_[i] : -1;
+      const T* const from = key < 0 ? nullptr : kv + key * parameters_.kv_stride;
       copy_row(rows + row * row_elements<T>(parameters_.qk_dim), from, parameters_.qk_dim,
                parameters_.kv_aligned, lane_);
-      if (lane_ == 0) keys[row] = next_[i];
-      has_key_ = has_key_ || next_[i] >= 0;
+      if (lane_ == 0) keys[row] = key;
+      has_key_ = has_key_ || key >= 0;
     }
     commit_copies();
-    load_keys(tile + 1);
+    load_indices(tile + 1);
   }
 
   /// Whether this thread's part of the last started tile has a key.
@@ -134,20 +139,22 @@ class Gather {
 
  private:
   static constexpr int kGroups = kThreadCount / kLanesPerRow;
-  static constexpr int kRows = kMaxTileKeys / kGroups;
+  static constexpr int kRows = kMaxKeys / kGroups;
 
-  __device__ void load_keys(int tile) {
+  /// Only issues the loads; using the values here would stall.
+  __device__ void load_indices(int tile) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = group_ + i * kGroups;
-      next_[i] = row < parameters_.tile_keys
-                     ? slots_.key(std::int64_t{tile} * parameters_.tile_keys + row)
-                     : -1;
+      const std::int64_t slot = std::int64_t{tile} * parameters_.tile_keys + row;
+      next_[i] = -1;
+      if (row < parameters_.tile_keys && slot < slots_) next_[i] = indices_[slot];
     }
   }
 
   const BackwardParameters& parameters_;
-  const RowSlots& slots_;
+  const std::int32_t* indices_;
+  int slots_;
   int group_ = static_cast<int>(threadIdx.x) / kLanesPerRow;
   int lane_ = static_cast<int>(threadIdx.x) % kLanesPerRow;
   bool has_key_ = false;
