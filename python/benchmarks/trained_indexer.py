@@ -3,7 +3,7 @@
 
     python python/benchmarks/trained_indexer.py [--keys 32768] [--tokens 4096]
 
-Trains the decoder of examples/dense_to_sparse.py for a minute, with an indexer of 32 heads of 128
+Trains the decoder of examples/dense_to_sparse.py for some 20 s, with an indexer of 32 heads of 128
 channels, on documents of up to 4096 rows; then one long document goes through it, of which the last
 rows select. Prints median times of the calls in turns. A key is made of its symbol and the one
 before, so that many keys are equal.
