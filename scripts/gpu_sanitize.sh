@@ -19,7 +19,8 @@ fi
 
 # A program and its filter a line. Together they launch every kernel of src/cuda, at sizes that take
 # seconds where the tools slow them down a hundredfold: every op by the general kernels of all types,
-# then the shapes that have kernels of their own.
+# then the shapes that have kernels of their own. Left out is the kernel of remaining_chunks.cu, whose
+# test passes under memcheck, but did not end in time under racecheck.
 tests() {
   cat <<'LIST'
 hopper_barrier_test *

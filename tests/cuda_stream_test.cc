@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Calls on a GPU can be captured into a CUDA graph and use no more memory than workspace_bytes.
 // Built with CUDA only.
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -125,6 +128,106 @@ TEST_F(CapturedCalls, OfTheIndexer) {
   }
 }
 
+/// A selection in so many chunks that the device counts them.
+class ManyChunks : public OnCuda {
+ protected:
+  static harness::Case case_of(std::int64_t documents) {
+    harness::Case c = harness::find_case("glm-5.2-small");
+    c.tokens = 1024;
+    c.rows = 2048;
+    c.documents = documents;
+    c.empty_rows = true;
+    c.index_heads = 32;
+    c.index_dim = 128;
+    return c;
+  }
+  static Execution in_chunks() {
+    return {.backend = Backend::cuda, .workspace_limit = std::size_t{256} << 10};
+  }
+  /// The outputs in one chunk; they are poisoned then.
+  static std::vector<Values> expected_of(const harness::IndexTopkWork& work) {
+    run(work.forward, {.backend = Backend::cuda});
+    std::vector<Values> expected;
+    for (Buffer* output : outputs_of(work)) {
+      expected.push_back(values_of(*output));
+      output->poison();
+    }
+    return expected;
+  }
+  static void expect_bits(const harness::IndexTopkWork& work, const std::vector<Values>& expected) {
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      EXPECT_TRUE(same_bits(values_of(*outputs_of(work)[i]), expected[i]));
+  }
+
+ private:
+  static std::vector<Buffer*> outputs_of(const harness::IndexTopkWork& work) {
+    return {&work.indices, &work.lengths, &work.scores};
+  }
+};
+
+TEST_F(ManyChunks, GiveTheSameBits) {
+  for (const std::int64_t documents : {1, 20, 200}) {  // the more, the fewer chunks have rows
+    SCOPED_TRACE(documents);
+    const harness::IndexTopkWork work(case_of(documents), {.device = kDevice}, 1);
+    const std::vector<Values> expected = expected_of(work);
+    for (int i = 0; i < 3; ++i) run(work.forward, in_chunks());
+    expect_bits(work, expected);
+  }
+}
+
+TEST_F(ManyChunks, CanBeCaptured) {
+  const harness::IndexTopkWork work(case_of(1), {.device = kDevice}, 1);
+  const std::vector<Values> expected = expected_of(work);
+  run_as_graph([&](cudaStream_t stream) {
+    Execution execution = in_chunks();
+    execution.stream = stream;
+    run(work.forward, execution);
+  });
+  expect_bits(work, expected);
+}
+
+TEST_F(ManyChunks, RunBesideACaptureOfAnotherThread) {
+  const harness::IndexTopkWork work(case_of(1), {.device = kDevice}, 1);
+  const std::vector<Values> expected = expected_of(work);
+  const Stream captured, stream;
+  Execution execution = in_chunks();
+  execution.stream = stream;
+  execution.workspace_bytes = workspace_bytes(work.forward, execution);
+  const Buffer workspace(kDevice, DType::i32,
+                         {static_cast<std::int64_t>(execution.workspace_bytes / 4) + 1});
+  execution.workspace = workspace.tensor().data;
+  cudaGraph_t graph = nullptr;
+  ASSERT_EQ(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal), cudaSuccess);
+  std::thread([&] {
+    for (int i = 0; i < 2; ++i) run(work.forward, execution);
+  }).join();
+  EXPECT_EQ(cudaStreamEndCapture(captured, &graph), cudaSuccess);
+  cudaGraphDestroy(graph);
+  EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  expect_bits(work, expected);
+}
+
+// A host function holds the stream back, for seconds if the calls wait for it.
+TEST_F(ManyChunks, DoNotWaitForTheStream) {
+  const harness::IndexTopkWork work(case_of(1), {.device = kDevice}, 1);
+  const std::vector<Values> expected = expected_of(work);
+  const Stream stream;
+  Execution execution = in_chunks();
+  execution.stream = stream;
+  run(work.forward, execution);  // loads the kernels
+  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  std::atomic<bool> may_go_on = false;
+  const auto hold = [](void* flag) {
+    for (int i = 0; i < 5000 && !*static_cast<std::atomic<bool>*>(flag); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  ASSERT_EQ(cudaLaunchHostFunc(stream, hold, &may_go_on), cudaSuccess);
+  for (int i = 0; i < 3; ++i) run(work.forward, execution);
+  EXPECT_EQ(cudaStreamQuery(stream), cudaErrorNotReady);
+  may_go_on = true;
+  EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  expect_bits(work, expected);
+}
 TEST_F(CapturedCalls, OfAttention) {
   for (const harness::Case& c : cases()) {
     const harness::SparseAttentionWork work(c, {.device = kDevice}, 1);

@@ -4,7 +4,8 @@
 //
 // The scores of a chunk are the only large buffer, and the workspace limit bounds it. How many rows
 // fit depends on the windows and is known on the device only. So there are as many chunks as the
-// longest possible windows need, and launches for chunks that are not needed end at once.
+// longest possible windows need: the first few are launched, and end at once if they are not
+// needed; the device counts the others.
 #include <algorithm>
 
 #include <cub/block/block_scan.cuh>
@@ -19,6 +20,9 @@ namespace {
 using namespace index_topk;
 
 constexpr int kPlanThreads = 512;
+// Chunks that are launched whether they have rows or not, where there may be more than a few.
+constexpr int kDirectChunks = 4;
+constexpr int kMostDirectChunks = 16;
 
 /// The sizes of the plan's arrays, which follow from the shapes.
 struct Sizes {
@@ -37,7 +41,8 @@ struct Sizes {
   }
   std::size_t workspace_bytes() const {
     return Workspace::bytes({(groups + 1) * sizeof(std::int64_t), groups * sizeof(std::int32_t),
-                             (chunks + 1) * sizeof(std::int32_t), scratch * sizeof(float),
+                             (chunks + 1) * sizeof(std::int32_t),
+                             kRemainingScratch * sizeof(std::int32_t), scratch * sizeof(float),
                              magnitudes * sizeof(float), done * sizeof(std::uint8_t),
                              score_bytes()});
   }
@@ -66,47 +71,73 @@ Sizes sizes_of(const IndexTopkForward& args, int rows_per_group, const Execution
   return sizes;
 }
 
-/// Makes the plan in one block: each group's keys and tiles, and the chunk that it belongs to.
-__global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan) {
-  wait_for_previous_grid();
+/// The keys that a group's rows see, of those rows that need scores.
+struct GroupKeys {
+  int first = 0;  // a multiple of 4
+  int end = 0;    // not after the first: none
+  __device__ std::int64_t tiles() const {
+    return first < end ? (std::int64_t{end} - first + kTileKeys - 1) / kTileKeys + 1 : 0;
+  }
+};
+
+/// No load waits for another row's, so that those of a group are in flight together.
+__device__ GroupKeys keys_of(const Plan& plan, std::int64_t group) {
+  bool needs_scores[kMaxRowsPerGroup];
+#pragma unroll
+  for (int r = 0; r < kMaxRowsPerGroup; ++r) {
+    const std::int64_t t = group * plan.rows_per_group + r;
+    needs_scores[r] = r < plan.rows_per_group && t < plan.tokens && !plan.is_done(t);
+  }
+  int low = plan.keys;
+  int high = 0;
+#pragma unroll
+  for (int r = 0; r < kMaxRowsPerGroup; ++r) {
+    const std::int64_t t = group * plan.rows_per_group + r;
+    const int begin = needs_scores[r] ? plan.window_begin(t) : 0;
+    const int end = needs_scores[r] ? plan.window_end(t) : 0;
+    if (begin >= end) continue;
+    low = min(low, begin);
+    high = max(high, end);
+  }
+  return low < high ? GroupKeys{low / 4 * 4, high} : GroupKeys{};
+}
+
+/// Writes each group's keys and tiles. A thread has the loads of kEach groups in flight.
+template <int kEach>
+__device__ void plan_groups(const Plan& plan) {
   using Scan = cub::BlockScan<std::int64_t, kPlanThreads>;
   __shared__ typename Scan::TempStorage scan;
   std::int64_t before = 0;
-  for (std::int64_t base = 0; base < plan.groups; base += kPlanThreads) {
-    const std::int64_t group = base + threadIdx.x;
-    // No load waits for another row's, so that those of a group are in flight together.
-    bool needs_scores[kMaxRowsPerGroup];
+  for (std::int64_t base = 0; base < plan.groups; base += kEach * kPlanThreads) {
+    GroupKeys keys[kEach];
 #pragma unroll
-    for (int r = 0; r < kMaxRowsPerGroup; ++r) {
-      const std::int64_t t = group * plan.rows_per_group + r;
-      needs_scores[r] = r < plan.rows_per_group && t < plan.tokens && !plan.is_done(t);
-    }
-    int low = plan.keys;
-    int high = 0;
+    for (int i = 0; i < kEach; ++i) keys[i] = keys_of(plan, base + i * kPlanThreads + threadIdx.x);
 #pragma unroll
-    for (int r = 0; r < kMaxRowsPerGroup; ++r) {
-      const std::int64_t t = group * plan.rows_per_group + r;
-      const int begin = needs_scores[r] ? plan.window_begin(t) : 0;
-      const int end = needs_scores[r] ? plan.window_end(t) : 0;
-      if (begin >= end) continue;
-      low = min(low, begin);
-      high = max(high, end);
+    for (int i = 0; i < kEach; ++i) {
+      const std::int64_t group = base + i * kPlanThreads + threadIdx.x;
+      if (base + i * kPlanThreads >= plan.groups) break;
+      std::int64_t start;
+      std::int64_t all;
+      Scan(scan).ExclusiveSum(keys[i].tiles(), start, all);
+      if (group < plan.groups) {
+        plan.first_tile[group] = before + start;
+        plan.first_key[group] = keys[i].first;
+      }
+      before += all;
+      __syncthreads();
     }
-    const int first = low < high ? low / 4 * 4 : 0;
-    std::int64_t tiles =
-        low < high ? (std::int64_t{high} - first + kTileKeys - 1) / kTileKeys + 1 : 0;
-    std::int64_t start;
-    std::int64_t all;
-    Scan(scan).ExclusiveSum(tiles, start, all);
-    if (group < plan.groups) {
-      plan.first_tile[group] = before + start;
-      plan.first_key[group] = first;
-    }
-    before += all;
-    __syncthreads();
   }
   if (threadIdx.x == 0) plan.first_tile[plan.groups] = before;
   __syncthreads();
+}
+
+/// Makes the plan in one block: each group's keys and tiles, and the chunk that it belongs to.
+__global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan) {
+  wait_for_previous_grid();
+  if (plan.groups <= kPlanThreads)
+    plan_groups<1>(plan);
+  else
+    plan_groups<4>(plan);
   // Find the first group that begins in a chunk or after it.
   for (int chunk = threadIdx.x; chunk <= plan.chunks; chunk += kPlanThreads) {
     std::int64_t low = 0;
@@ -124,7 +155,7 @@ __global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan
   }
 }
 
-using MakeScores = ForChunk (*)(const IndexTopkForward&, const Plan&, const Execution&);
+using MakeScores = ForChunk (*)(const IndexTopkForward&, const Execution&);
 
 void select_all(const IndexTopkForward& args, int rows_per_group, MakeScores make_scores,
                 const Execution& execution) {
@@ -148,18 +179,22 @@ void select_all(const IndexTopkForward& args, int rows_per_group, MakeScores mak
       .rows_per_group = rows_per_group,
   };
   float* const scratch = workspace.take<float>(sizes.scratch);
+  auto* const remaining = workspace.take<std::int32_t>(kRemainingScratch);
   if (done != nullptr) {
     float* const magnitudes = workspace.take<float>(sizes.magnitudes);
     take_whole_windows(args, plan, magnitudes, done, execution);
   }
   launch(index_topk_plan_kernel,
          {.blocks = 1, .threads = kPlanThreads, .stream = execution.stream, .pdl = true}, plan);
-  const ForChunk scores_of = make_scores(args, plan, execution);
-  const ForChunk select_from = select(args, plan, scratch, execution);
-  for (int chunk = 0; chunk < plan.chunks; ++chunk) {
-    scores_of(chunk);
-    select_from(chunk);
+  const ForChunk scores_of = make_scores(args, execution);
+  const ForChunk select_from = select(args, scratch, execution);
+  const int direct = plan.chunks > kMostDirectChunks ? kDirectChunks : plan.chunks;
+  for (int chunk = 0; chunk < direct; ++chunk) {
+    scores_of(plan, chunk, nullptr);
+    select_from(plan, chunk, nullptr);
   }
+  if (direct < plan.chunks)
+    for_remaining_chunks(plan, direct, scores_of, select_from, remaining, args.q.device, execution);
 }
 
 std::string why_not_sizes(const IndexTopkForward& args, int rows_per_group,

@@ -6,22 +6,23 @@
 #include <functional>
 #include <string>
 
+#include "cuda/common/graph_nodes.h"
 #include "cuda/index_topk/parameters.cuh"
 #include "cuda/index_topk/plan.cuh"
 
 namespace winnow::cuda::index_topk {
 
-/// Launches a step for a chunk. Everything that does not depend on the chunk was done before, since
-/// there may be many chunks.
-using ForChunk = std::function<void(int chunk)>;
+/// Launches a step for a chunk of the plan, as a node if there is a chain. Everything that does not
+/// depend on the chunk was done before, since there may be many chunks.
+using ForChunk = std::function<void(const Plan& plan, int chunk, NodeChain* chain)>;
 
 std::string why_not_scores_sm90(const IndexTopkForward& args);
 int rows_per_group_sm90(const IndexTopkForward& args);
-ForChunk scores_sm90(const IndexTopkForward& args, const Plan& plan, const Execution& execution);
+ForChunk scores_sm90(const IndexTopkForward& args, const Execution& execution);
 
 /// Any shape and all types, on tensor cores; f32 in fp32 arithmetic.
 inline constexpr int kRowsPerGroupGeneral = 8;
-ForChunk scores_general(const IndexTopkForward& args, const Plan& plan, const Execution& execution);
+ForChunk scores_general(const IndexTopkForward& args, const Execution& execution);
 void replay(const IndexTopkForward& args, const Execution& execution);
 
 /// Whether some rows may get their slots without scores.
@@ -34,7 +35,14 @@ void take_whole_windows(const IndexTopkForward& args, const Plan& plan, float* m
 /// Elements of scratch for scores that `select` needs beside the outputs.
 std::int64_t select_scratch(const IndexTopkForward& args);
 /// Selects the topk of a chunk's rows.
-ForChunk select(const IndexTopkForward& args, const Plan& plan, float* scratch,
-                const Execution& execution);
+ForChunk select(const IndexTopkForward& args, float* scratch, const Execution& execution);
+
+/// Elements of scratch that for_remaining_chunks needs.
+inline constexpr int kRemainingScratch = 3;
+/// Launches both steps for the chunks from `first` on of which the plan has rows. Where it does not
+/// have to launch all, it changes the plan.
+void for_remaining_chunks(const Plan& plan, int first, const ForChunk& scores_of,
+                          const ForChunk& select_from, std::int32_t* scratch, Device device,
+                          const Execution& execution);
 
 }  // namespace winnow::cuda::index_topk

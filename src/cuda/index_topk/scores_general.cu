@@ -304,17 +304,17 @@ constexpr int kBlocksPerSm = 4;
 
 }  // namespace
 
-ForChunk scores_general(const IndexTopkForward& args, const Plan& plan,
-                        const Execution& execution) {
+ForChunk scores_general(const IndexTopkForward& args, const Execution& execution) {
   return with_type(args.q.dtype, [&]<class T>(T) -> ForChunk {
-    const Launcher launch(
-        index_topk_scores_kernel<T>,
-        {.blocks = device_properties(args.q.device).multiprocessors * kBlocksPerSm,
-         .threads = kThreads,
-         .shared_bytes = sizeof(SharedStorage<T>),
-         .stream = execution.stream,
-         .pdl = true});
-    return [=, inputs = score_inputs(args)](int chunk) { launch(inputs, plan, chunk); };
+    const Step launch(index_topk_scores_kernel<T>,
+                      {.blocks = device_properties(args.q.device).multiprocessors * kBlocksPerSm,
+                       .threads = kThreads,
+                       .shared_bytes = sizeof(SharedStorage<T>),
+                       .stream = execution.stream,
+                       .pdl = true});
+    return [=, inputs = score_inputs(args)](const Plan& plan, int chunk, NodeChain* chain) {
+      launch(chain, inputs, plan, chunk);
+    };
   });
 }
 

@@ -83,37 +83,39 @@ Tensor by_column(const Tensor& q) {
 }
 
 template <class T>
-ForChunk launcher_for(const IndexTopkForward& args, const Plan& plan, const Execution& execution) {
+ForChunk launcher_for(const IndexTopkForward& args, const Execution& execution) {
   const auto heads = static_cast<int>(args.q.shape[1]);
   const std::uint32_t columns = kTileRowBytes / sizeof(T);
-  const Launcher launch(heads == 32   ? index_topk_scores_kernel<T, 32, false>
-                        : heads == 64 ? index_topk_scores_kernel<T, 64, false>
-                        : heads < 32  ? index_topk_scores_kernel<T, 32, true>
-                                      : index_topk_scores_kernel<T, 64, true>,
-                        {.blocks = device_properties(args.q.device).multiprocessors,
-                         .threads = kThreads,
-                         .shared_bytes = sizeof(SharedStorage<T>),
-                         .stream = execution.stream,
-                         .pdl = true});
+  const Step launch(heads == 32   ? index_topk_scores_kernel<T, 32, false>
+                    : heads == 64 ? index_topk_scores_kernel<T, 64, false>
+                    : heads < 32  ? index_topk_scores_kernel<T, 32, true>
+                                  : index_topk_scores_kernel<T, 64, true>,
+                    {.blocks = device_properties(args.q.device).multiprocessors,
+                     .threads = kThreads,
+                     .shared_bytes = sizeof(SharedStorage<T>),
+                     .stream = execution.stream,
+                     .pdl = true});
   const CUtensorMap q =
       make_tensor_map(by_column(args.q), {32, 8 / parts_of(heads), parts_of(heads), columns});
   const CUtensorMap k = make_tensor_map(args.k, {kTileKeys, columns});
-  return [=, inputs = score_inputs(args)](int chunk) { launch(q, k, inputs, plan, chunk); };
+  return [=, inputs = score_inputs(args)](const Plan& plan, int chunk, NodeChain* chain) {
+    launch(chain, q, k, inputs, plan, chunk);
+  };
 }
 
 }  // namespace
 
 int rows_per_group_sm90(const IndexTopkForward& args) { return args.q.shape[1] <= 32 ? 8 : 4; }
 
-ForChunk scores_sm90(const IndexTopkForward& args, const Plan& plan, const Execution& execution) {
-  if (args.k.shape[0] == 0) return [](int) {};
+ForChunk scores_sm90(const IndexTopkForward& args, const Execution& execution) {
+  if (args.k.shape[0] == 0) return [](const Plan&, int, NodeChain*) {};
   switch (args.q.dtype) {
     case DType::bf16:
-      return launcher_for<__nv_bfloat16>(args, plan, execution);
+      return launcher_for<__nv_bfloat16>(args, execution);
     case DType::f16:
-      return launcher_for<__half>(args, plan, execution);
+      return launcher_for<__half>(args, execution);
     default:
-      return launcher_for<__nv_fp8_e4m3>(args, plan, execution);
+      return launcher_for<__nv_fp8_e4m3>(args, execution);
   }
 }
 

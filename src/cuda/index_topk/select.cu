@@ -173,13 +173,12 @@ std::int64_t blocks_of(const IndexTopkForward& args) {
 }
 
 template <int kEach>
-ForChunk launcher_for(const IndexTopkForward& args, const Plan& plan, float* scratch,
-                      const Execution& execution) {
-  const Launcher launch(index_topk_select_kernel<kEach>, {.blocks = blocks_of(args),
-                                                          .threads = kThreads,
-                                                          .shared_bytes = sizeof(RowStorage<kEach>),
-                                                          .stream = execution.stream,
-                                                          .pdl = true});
+ForChunk launcher_for(const IndexTopkForward& args, float* scratch, const Execution& execution) {
+  const Step launch(index_topk_select_kernel<kEach>, {.blocks = blocks_of(args),
+                                                      .threads = kThreads,
+                                                      .shared_bytes = sizeof(RowStorage<kEach>),
+                                                      .stream = execution.stream,
+                                                      .pdl = true});
   const SelectOutputs outputs{.indices = data_of<std::int32_t>(args.indices),
                               .lengths = data_of<std::int32_t>(args.lengths),
                               .scores = data_of<float>(args.scores),
@@ -188,7 +187,8 @@ ForChunk launcher_for(const IndexTopkForward& args, const Plan& plan, float* scr
                               .scores_stride = args.scores ? args.scores.stride[0] : 0,
                               .topk = static_cast<int>(args.indices.shape[1]),
                               .by_score = args.order == SlotOrder::by_score};
-  return [=](int chunk) { launch(plan, chunk, outputs); };
+  return
+      [=](const Plan& plan, int chunk, NodeChain* chain) { launch(chain, plan, chunk, outputs); };
 }
 
 }  // namespace
@@ -198,10 +198,9 @@ std::int64_t select_scratch(const IndexTopkForward& args) {
   return blocks_of(args) * args.indices.shape[1];
 }
 
-ForChunk select(const IndexTopkForward& args, const Plan& plan, float* scratch,
-                const Execution& execution) {
-  return has_few_slots(args) ? launcher_for<16>(args, plan, scratch, execution)
-                             : launcher_for<32>(args, plan, scratch, execution);
+ForChunk select(const IndexTopkForward& args, float* scratch, const Execution& execution) {
+  return has_few_slots(args) ? launcher_for<16>(args, scratch, execution)
+                             : launcher_for<32>(args, scratch, execution);
 }
 
 }  // namespace winnow::cuda::index_topk
