@@ -14,10 +14,11 @@
 // While one team multiplies, the other's keys land: a team has a single stage. At the end of an
 // item each team adds the other's sums to its own for half of the channels, and stores them.
 //
-// barriers        full     the rows of a block have landed
-//                 free     out has used 16 of its keys
-//                 q_full   Q of an item has landed
-//                 q_free   Q's memory, through which out is stored, can be overwritten
+// barriers        full       the rows of a block have landed
+//                 free       out has used 16 of its keys
+//                 q_full     Q of an item has landed
+//                 q_free     Q's memory, through which out is stored, can be overwritten
+//                 sums_free  the other team has added a team's sums of an item
 // clang-format on
 //
 // Shared memory, 217 KiB: two stages of 72 KiB, Q of two items 36, the teams' sums 32, P 4. The
@@ -47,6 +48,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       // Each gathering thread arrives for its copies, one of a warp for `valid` as well.
       shared.full[i].init(kWarpgroup + 4);
       for (Barrier& free : shared.free[i]) free.init(4);
+      shared.sums_free[i].init(kWarpgroup);
     }
     for (int i = 0; i < 2; ++i) {
       shared.q_full[i].init(kWarpgroup);

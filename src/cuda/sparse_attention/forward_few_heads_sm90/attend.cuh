@@ -88,7 +88,9 @@ class Attention {
 
   /// Turns S^T into P, which goes to shared memory as [heads, keys].
   __device__ void apply_softmax() {
-    const std::uint32_t valid = shared_.valid[team_][warp()];
+    // Only lane 0 reads `valid`: once it frees the stage, the gather overwrites it.
+    const std::uint32_t valid =
+        __shfl_sync(0xffffffffu, lane() == 0 ? shared_.valid[team_][warp()] : 0, 0);
     if (valid != 0xffff) mask(valid);
     const MaximumMoves moves = move_maxima();
     if (__any_sync(0xffffffffu, moves.rescale[0] != 1 || moves.rescale[1] != 1 ||
@@ -194,7 +196,7 @@ class Attention {
   __device__ void finish_item(int item, int i) {
     sum_over_keys();
     // The other team has read what this one left for it with the previous item.
-    if (i > 0) sync_both(3 + team_);
+    shared_.sums_free[team_].wait(i - 1);
     const int first = team_ * (kValueTiles / 2);  // of the tiles that this team finishes
     const int others = kValueTiles / 2 - first;
 #pragma unroll
@@ -211,7 +213,7 @@ class Attention {
 #pragma unroll
       for (int j = 0; j < 4; ++j) shared_.totals[team_][head(j)] = state_[j];
     }
-    sync_both(5);  // both teams' sums are there, and both are done with Q
+    sync_both();  // both teams' sums are there, and both are done with Q
     float own[4], other[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) combine(item, j, own[j], other[j]);
@@ -224,18 +226,14 @@ class Attention {
         stage_tile(out_[half * (kValueTiles / 2) + tile], tile, own, other, staging);
       }
     }
-    arrive_both(3 + 1 - team_);
+    shared_.sums_free[1 - team_].arrive();
     sync_team();
     store(item, staging);
     shared_.q_free[i % 2].arrive();
   }
 
-  __device__ static void sync_both(int name) {
-    asm volatile("bar.sync %0, %1;" ::"r"(name), "n"(kTeams * kWarpgroup) : "memory");
-  }
-  __device__ static void arrive_both(int name) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(name), "n"(kTeams * kWarpgroup) : "memory");
-  }
+  /// Waits for both math warpgroups.
+  __device__ static void sync_both() { sync_warps<1 + kTeams, kTeams * kWarpgroup>(); }
 
   /// Makes the sums of the states those over all keys of the team.
   __device__ void sum_over_keys() {
