@@ -58,9 +58,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
-  if (warpgroup < kTeams) {
+  if (warpgroup == 0) {
     grow_registers<kMathRegisters>();
-    Attention<T, kTiles>(params, shared, warpgroup).run();
+    Attention<T, kTiles, 0>(params, shared).run();
+  } else if (warpgroup == 1) {
+    grow_registers<kMathRegisters>();
+    Attention<T, kTiles, 1>(params, shared).run();
   } else {
     shrink_registers<kGatherRegisters>();
     Gatherer<T, kTiles>(params, shared, warpgroup - kTeams).run();
