@@ -18,6 +18,7 @@
 //                 free       out has used 16 of its keys
 //                 q_full     Q of an item has landed
 //                 q_free     Q's memory, through which out is stored, can be overwritten
+//                 sums_full  both teams' sums of an item are written
 //                 sums_free  the other team has added a team's sums of an item
 // clang-format on
 //
@@ -50,6 +51,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (Barrier& free : shared.free[i]) free.init(4);
       shared.sums_free[i].init(kWarpgroup);
     }
+    shared.sums_full.init(kTeams * kWarpgroup);
     for (int i = 0; i < 2; ++i) {
       shared.q_full[i].init(kWarpgroup);
       shared.q_free[i].init(kTeams * kWarpgroup);

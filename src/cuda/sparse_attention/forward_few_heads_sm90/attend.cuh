@@ -208,7 +208,8 @@ class Attention {
 #pragma unroll
       for (int j = 0; j < 4; ++j) shared_.totals[kTeam][head(j)] = state_[j];
     }
-    sync_both();  // both teams' sums are there, and both are done with Q
+    shared_.sums_full.arrive();
+    shared_.sums_full.wait(i);  // both teams' sums are there, and both are done with Q
     float own[4], other[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) combine(item, j, own[j], other[j]);
@@ -222,9 +223,6 @@ class Attention {
     store(item, staging);
     shared_.q_free[i % 2].arrive();
   }
-
-  /// Waits for both math warpgroups.
-  __device__ static void sync_both() { sync_warps<1 + kTeams, kTeams * kWarpgroup>(); }
 
   /// Makes the sums of the states those over all keys of the team.
   __device__ void sum_over_keys() {
