@@ -14,10 +14,12 @@
 // While one team multiplies, the other's keys land: a team has a single stage. At the end of an
 // item each team adds the other's sums to its own for half of the channels, and stores them.
 //
-// barriers        full     the rows of a block have landed
-//                 free     out has used 16 of its keys
-//                 q_full   Q of an item has landed
-//                 q_free   Q's memory, through which out is stored, can be overwritten
+// barriers        full       the rows of a block have landed
+//                 free       out has used 16 of its keys
+//                 q_full     Q of an item has landed
+//                 q_free     Q's memory, through which out is stored, can be overwritten
+//                 sums_full  both teams' sums of an item are written
+//                 sums_free  the other team has added a team's sums of an item
 // clang-format on
 //
 // Shared memory, 217 KiB: two stages of 72 KiB, Q of two items 36, the teams' sums 32, P 4. The
@@ -47,7 +49,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       // Each gathering thread arrives for its copies, one of a warp for `valid` as well.
       shared.full[i].init(kWarpgroup + 4);
       for (Barrier& free : shared.free[i]) free.init(4);
+      shared.sums_free[i].init(kWarpgroup);
     }
+    shared.sums_full.init(kTeams * kWarpgroup);
     for (int i = 0; i < 2; ++i) {
       shared.q_full[i].init(kWarpgroup);
       shared.q_free[i].init(kTeams * kWarpgroup);
@@ -56,9 +60,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
-  if (warpgroup < kTeams) {
+  if (warpgroup == 0) {
     grow_registers<kMathRegisters>();
-    Attention<T, kTiles>(params, shared, warpgroup).run();
+    Attention<T, kTiles, 0>(params, shared).run();
+  } else if (warpgroup == 1) {
+    grow_registers<kMathRegisters>();
+    Attention<T, kTiles, 1>(params, shared).run();
   } else {
     shrink_registers<kGatherRegisters>();
     Gatherer<T, kTiles>(params, shared, warpgroup - kTeams).run();

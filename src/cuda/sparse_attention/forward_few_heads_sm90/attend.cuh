@@ -14,14 +14,13 @@
 
 namespace winnow::cuda::sparse_attention::forward_few_heads {
 
-template <class T, int kTiles>
+template <class T, int kTiles, int kTeam>
 class Attention {
  public:
-  __device__ Attention(const ForwardParameters& params, SharedStorage& shared, int team)
+  __device__ Attention(const ForwardParameters& params, SharedStorage& shared)
       : params_(params),
         shared_(shared),
-        scale_{params.power, params.rest_log2, params.scale_log2},
-        team_(team) {}
+        scale_{params.power, params.rest_log2, params.scale_log2} {}
 
   __device__ void run() {
     int item = static_cast<int>(blockIdx.x);
@@ -31,7 +30,7 @@ class Attention {
       const int next_slots = slots_of(params_, next_item);
       start_item();
       shared_.q_full[i % 2].wait(i / 2);
-      const int blocks = blocks_of(slots, team_);
+      const int blocks = blocks_of(slots, kTeam);
       for (int block = 0; block < blocks; ++block) {
         multiply_keys(shared_address(shared_.q[i % 2]));
         apply_softmax();
@@ -44,6 +43,10 @@ class Attention {
   }
 
  private:
+  // The first of the tiles that this team finishes, and of those that the other one does.
+  static constexpr int kOwn = kTeam * (kValueTiles / 2);
+  static constexpr int kOthers = kValueTiles / 2 - kOwn;
+
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ static int warp() { return static_cast<int>(threadIdx.x) % kWarpgroup / 32; }
   /// The head of the j-th of the lane's four columns.
@@ -52,9 +55,7 @@ class Attention {
   __device__ static constexpr int column(int i) { return i % 2 + i / 4 * 2; }
 
   /// Waits for the 128 threads of this warpgroup.
-  __device__ void sync_team() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + team_), "n"(kWarpgroup) : "memory");
-  }
+  __device__ static void sync_team() { sync_warps<1 + kTeam, kWarpgroup>(); }
 
   __device__ void start_item() {
 #pragma unroll
@@ -68,11 +69,11 @@ class Attention {
 
   /// S^T = K Q^T, 64 keys by 16 heads.
   __device__ void multiply_keys(std::uint32_t q) {
-    shared_.full[team_].wait(blocks_);
+    shared_.full[kTeam].wait(blocks_);
     ++blocks_;
     fence_proxy_async();
     wgmma_fence();
-    const std::uint32_t stage = shared_address(shared_.stages[team_]);
+    const std::uint32_t stage = shared_address(shared_.stages[kTeam]);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -88,7 +89,9 @@ class Attention {
 
   /// Turns S^T into P, which goes to shared memory as [heads, keys].
   __device__ void apply_softmax() {
-    const std::uint32_t valid = shared_.valid[team_][warp()];
+    // Only lane 0 reads `valid`: once it frees the stage, the gather overwrites it.
+    const std::uint32_t valid =
+        __shfl_sync(0xffffffffu, lane() == 0 ? shared_.valid[kTeam][warp()] : 0, 0);
     if (valid != 0xffff) mask(valid);
     const MaximumMoves moves = move_maxima();
     if (__any_sync(0xffffffffu, moves.rescale[0] != 1 || moves.rescale[1] != 1 ||
@@ -112,7 +115,7 @@ class Attention {
     }
     // Matrix i holds 8 keys by 8 heads; stored transposed, a head's 8 keys are a 16-byte piece.
     const int matrix = lane() / 8;
-    store_transposed(shared_address(shared_.p[team_]) +
+    store_transposed(shared_address(shared_.p[kTeam]) +
                          tile_offset(lane() % 8 + matrix / 2 * 8, warp() * 2 + matrix % 2),
                      p);
     fence_proxy_async();
@@ -134,7 +137,7 @@ class Attention {
   };
   /// Moves the maxima of this lane's heads by the largest scores of the block, over all warps.
   __device__ MaximumMoves move_maxima() {
-    float(&exchange)[4][kHeads] = shared_.exchange[team_];
+    float(&exchange)[4][kHeads] = shared_.exchange[kTeam];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int i = j % 2 + j / 2 * 4;
@@ -166,8 +169,8 @@ class Attention {
   /// the gather of the next block starts early.
   __device__ void multiply_values() {
     wgmma_fence();
-    const std::uint32_t stage = shared_address(shared_.stages[team_]);
-    const std::uint64_t p = k_major(shared_address(shared_.p[team_]));
+    const std::uint32_t stage = shared_address(shared_.stages[kTeam]);
+    const std::uint64_t p = k_major(shared_address(shared_.p[kTeam]));
 #pragma unroll
     for (int i = 0; i < kBlock / 16; ++i) {
 #pragma unroll
@@ -187,59 +190,43 @@ class Attention {
   template <int kPending>
   __device__ void free_after() {
     wgmma_wait<kPending>();
-    if (lane() == 0) shared_.free[team_][3 - kPending].arrive();
+    if (lane() == 0) shared_.free[kTeam][3 - kPending].arrive();
   }
 
   /// Puts the teams' sums together: each finishes half of the channels, and stores them.
   __device__ void finish_item(int item, int i) {
     sum_over_keys();
     // The other team has read what this one left for it with the previous item.
-    if (i > 0) sync_both(3 + team_);
-    const int first = team_ * (kValueTiles / 2);  // of the tiles that this team finishes
-    const int others = kValueTiles / 2 - first;
+    shared_.sums_free[kTeam].wait(i - 1);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // registers have no run-time index
-      if (half * (kValueTiles / 2) != others) continue;
-#pragma unroll
-      for (int j = 0; j < kValueTiles; ++j) {
-        const float* part = &out_[half * (kValueTiles / 2) + j / 2][j % 2 * 4];
-        shared_.out[team_][j][threadIdx.x % kWarpgroup] =
-            make_float4(part[0], part[1], part[2], part[3]);
-      }
+    for (int j = 0; j < kValueTiles; ++j) {
+      const float* part = &out_[kOthers + j / 2][j % 2 * 4];
+      shared_.out[kTeam][j][threadIdx.x % kWarpgroup] =
+          make_float4(part[0], part[1], part[2], part[3]);
     }
     if (warp() == 0 && lane() < 4) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) shared_.totals[team_][head(j)] = state_[j];
+      for (int j = 0; j < 4; ++j) shared_.totals[kTeam][head(j)] = state_[j];
     }
-    sync_both(5);  // both teams' sums are there, and both are done with Q
+    shared_.sums_full.arrive();
+    shared_.sums_full.wait(i);  // both teams' sums are there, and both are done with Q
     float own[4], other[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) combine(item, j, own[j], other[j]);
-    const std::uint32_t staging = shared_address(shared_.q[i % 2]) + team_ * kHeads * kRowBytes;
+    const std::uint32_t staging = shared_address(shared_.q[i % 2]) + kTeam * kHeads * kRowBytes;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half != team_) continue;
-#pragma unroll
-      for (int tile = 0; tile < kValueTiles / 2; ++tile) {
-        stage_tile(out_[half * (kValueTiles / 2) + tile], tile, own, other, staging);
-      }
+    for (int tile = 0; tile < kValueTiles / 2; ++tile) {
+      stage_tile(out_[kOwn + tile], tile, own, other, staging);
     }
-    arrive_both(3 + 1 - team_);
+    shared_.sums_free[1 - kTeam].arrive();
     sync_team();
     store(item, staging);
     shared_.q_free[i % 2].arrive();
   }
 
-  __device__ static void sync_both(int name) {
-    asm volatile("bar.sync %0, %1;" ::"r"(name), "n"(kTeams * kWarpgroup) : "memory");
-  }
-  __device__ static void arrive_both(int name) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(name), "n"(kTeams * kWarpgroup) : "memory");
-  }
-
   /// Makes the sums of the states those over all keys of the team.
   __device__ void sum_over_keys() {
-    float(&exchange)[4][kHeads] = shared_.exchange[team_];
+    float(&exchange)[4][kHeads] = shared_.exchange[kTeam];
     sync_team();  // the maxima have been read
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -274,9 +261,9 @@ class Attention {
     const RowEnd end =
         finish_row(logit(maximum), totals[0].sum * factors[0] + totals[1].sum * factors[1],
                    is_there && params_.sink != nullptr ? __ldg(params_.sink + h) : -INFINITY);
-    own = (team_ == 0 ? factors[0] : factors[1]) * end.normalizer;
-    other = (team_ == 0 ? factors[1] : factors[0]) * end.normalizer;
-    if (team_ != 0 || warp() != 0 || lane() >= 4 || !is_there) return;
+    own = factors[kTeam] * end.normalizer;
+    other = factors[1 - kTeam] * end.normalizer;
+    if (kTeam != 0 || warp() != 0 || lane() >= 4 || !is_there) return;
     params_.lse[item * params_.lse_stride + h] = end.lse;
     if (params_.max_logits != nullptr) {
       params_.max_logits[item * params_.max_logits_stride + h] =
@@ -295,7 +282,7 @@ class Attention {
     std::uint32_t words[4];  // channels g and g + 8 of heads 0-7, then of heads 8-15
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float4 left = shared_.out[1 - team_][2 * tile + half][threadIdx.x % kWarpgroup];
+      const float4 left = shared_.out[1 - kTeam][2 * tile + half][threadIdx.x % kWarpgroup];
       const int j = 2 * half;
       words[2 * half] = pack<T>(out[4 * half] * own[j] + left.x * other[j],
                                 out[4 * half + 1] * own[j + 1] + left.y * other[j + 1]);
@@ -311,7 +298,7 @@ class Attention {
   /// Stores this team's channels of an item, whole rows of 512 bytes a warp.
   __device__ void store(int item, std::uint32_t staging) const {
     T* target = static_cast<T*>(params_.out) + item * params_.out_token_stride +
-                team_ * (kRowBytes / 2) + lane() * 8;
+                kTeam * (kRowBytes / 2) + lane() * 8;
 #pragma unroll
     for (int i = 0; i < kHeads / 4; ++i) {
       const int h = 4 * i + warp();
@@ -327,7 +314,6 @@ class Attention {
   const ForwardParameters& params_;
   SharedStorage& shared_;
   ExponentScale scale_;
-  int team_;
   int blocks_ = 0;     // that this team has had
   float s_[8];         // S^T
   RowState state_[4];  // of the lane's heads; sums over the lane's keys

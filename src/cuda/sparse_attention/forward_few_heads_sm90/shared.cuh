@@ -41,6 +41,8 @@ struct SharedStorage {
   Barrier full[kTeams];
   Barrier free[kTeams][4];  // of 16 keys of a stage
   Barrier q_full[2], q_free[2];
+  Barrier sums_full;          // both teams' `totals` and `out` of an item are written
+  Barrier sums_free[kTeams];  // the other team has read those of this one
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
