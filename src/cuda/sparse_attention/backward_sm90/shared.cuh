@@ -35,13 +35,19 @@ struct HeadConstants {
   float d_sink;  // the gradient of the sink if the query has keys
 };
 
+/// The keys of a block.
+struct BlockKeys {
+  std::int32_t rows[kBlock];     // -1: none
+  float inverse_quanta[kBlock];  // where sums are exact
+};
+
 struct SharedStorage {
   std::byte q[kMaxTiles][kTileBytes];
   std::byte d_out[kValueTiles][kTileBytes];
   std::byte kv[kMaxTiles][kTileBytes];
-  std::byte p[kTileBytes];       // [heads, keys]
-  std::byte ds[kTileBytes];      // [heads, keys], times the scale
-  std::int32_t keys[2][kBlock];  // of even and odd blocks; -1: none
+  std::byte p[kTileBytes];   // [heads, keys]
+  std::byte ds[kTileBytes];  // [heads, keys], times the scale
+  BlockKeys keys[2];         // of even and odd blocks
   HeadConstants constants[kHeads];
   bool has_keys[2];        // of even and odd items
   Barrier item_full;       // q and d_out have landed
