@@ -61,8 +61,10 @@ struct BoundParameters {
 
 inline constexpr int kBoundStages = 3;
 inline constexpr int kProducerRegisters = 64;
-inline constexpr int kProbabilityRegisters = 232;
+inline constexpr int kProbabilityRegisters = 224;
 inline constexpr int kBoundRegisters = 216;
+// A block starts with 168 a thread.
+static_assert(kProducerRegisters + kProbabilityRegisters + kBoundRegisters <= 3 * 168);
 
 template <int kTiles>
 struct BoundStorage {
