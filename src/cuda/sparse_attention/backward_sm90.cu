@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 struct Destination {
   float* rows;  // of d_kv, or the terms of slots
   std::int64_t row_stride;
-  Tensor d_sink;                          // summed over rows, or per row if deterministic
-  const float* inverse_quanta = nullptr;  // of the keys, if sums are exact
+  Tensor d_sink;                     // summed over rows, or per row if deterministic
+  const ExactSums* exact = nullptr;  // whose quanta are added
 };
 
 template <class T, KeyGradients kMode>
@@ -82,7 +82,10 @@ void launch_for(const SparseAttentionBackward& args, const Destination& to,
   params.d_kv_stride = to.row_stride;
   params.d_sink = data_of<float>(to.d_sink);
   params.d_sink_stride = to.d_sink ? to.d_sink.stride[0] : 0;
-  params.inverse_quanta = to.inverse_quanta;
+  if (to.exact != nullptr) {
+    params.inverse_quanta = to.exact->inverse_quanta;
+    params.constants = to.exact->constants;
+  }
   const bool has_rope = args.q.shape[2] == kMaxTiles * kTileColumns;
   constexpr std::uint32_t kRows = kHeads;
   launch(has_rope ? sparse_attention_backward_kernel<T, kMaxTiles, kMode>
@@ -233,7 +236,7 @@ void run_exactly(const SparseAttentionBackward& args, const ExactPlan& plan, Wor
                                {.rows = sums.quanta_sums.data,
                                 .row_stride = sums.quanta_sums.stride,
                                 .d_sink = d_sink,
-                                .inverse_quanta = sums.inverse_quanta},
+                                .exact = &sums},
                                execution);
     add_exact_sums(sums, execution.stream);
     add_sinks(d_sink, args.d_sink, execution.stream);

@@ -43,48 +43,52 @@ __device__ float larger(float a, float b) {
   return result;
 }
 
+/// The largest magnitude of what a quad is shown of a row.
 template <class T>
-using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-
-/// The largest magnitude of a row of kTiles tiles, found by the four lanes of a quad.
-template <class T, int kTiles>
-__device__ float largest_of_row(const T* row, int c) {
-  Pair<T> largest{};
-#pragma unroll 4
-  for (int i = 0; i < kTiles * 2; ++i) {
-    const uint4 words = __ldg(reinterpret_cast<const uint4*>(row + i * 32 + c * 8));
+class LargestOfRow {
+ public:
+  __device__ void visit(uint4 words) {
     for (const std::uint32_t word : {words.x, words.y, words.z, words.w}) {
-      largest = larger(largest, reinterpret_cast<const Pair<T>&>(word));
+      largest_ = larger(largest_, reinterpret_cast<const Pair&>(word));
     }
   }
-  const float2 pair = unpack_pair<T>(reinterpret_cast<const std::uint32_t&>(largest));
-  const unsigned quad = 0xfu << (threadIdx.x % 32 / 4 * 4);
-  float result = larger(pair.x, pair.y);
-  result = larger(result, __shfl_xor_sync(quad, result, 1));
-  return larger(result, __shfl_xor_sync(quad, result, 2));
-}
+  __device__ float of_quad() const {
+    const float2 pair = unpack_pair<T>(reinterpret_cast<const std::uint32_t&>(largest_));
+    float result = larger(pair.x, pair.y);
+    result = larger(result, __shfl_xor_sync(0xffffffffu, result, 1));
+    return larger(result, __shfl_xor_sync(0xffffffffu, result, 2));
+  }
 
-/// A block takes an item, four lanes a head.
+ private:
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  Pair largest_{};
+};
+
+/// A block takes an item, four lanes a head: the constants of the heads, and the sizes of q and
+/// d_out.
 template <class T, int kTiles>
 __global__ void __launch_bounds__(4 * kHeads)
-    bounded_heads_kernel(const __grid_constant__ BoundParameters<T> params, BoundedHead* to) {
+    head_sizes_kernel(const __grid_constant__ BoundParameters<T> params, HeadConstants* constants,
+                      float2* sizes) {
   const auto number = static_cast<int>(blockIdx.x);
   const auto thread = static_cast<int>(threadIdx.x);
-  const BackwardSm90Parameters<T>& call = params.call;
-  const Item item = item_of(call, number);
+  const Item item = item_of(params.call, number);
   const int head = item.first_head + thread / 4;
-  float q_size = 0;
-  float d_out_size = 0;
-  if (head < call.heads) {  // the same for all lanes of a quad
+  const std::int64_t first = std::int64_t{number} * kHeads;
+  LargestOfRow<T> of_q;
+  if (head < params.call.heads) {
     const T* const q = params.q + item.t * params.q_token_stride + head * params.q_head_stride;
-    const T* const d_out =
-        call.d_out + item.t * call.d_out_token_stride + head * call.d_out_head_stride;
-    q_size = kSizeUnit * largest_of_row<T, kTiles>(q, thread % 4);
-    d_out_size = kSizeUnit * largest_of_row<T, kValueTiles>(d_out, thread % 4);
+#pragma unroll 6
+    for (int i = 0; i < kTiles * 2; ++i) {
+      of_q.visit(__ldg(reinterpret_cast<const uint4*>(q + i * 32 + thread % 4 * 8)));
+    }
   }
-  for_each_head(call, item, thread, [&](int of_item, const HeadConstants& constants) {
-    to[std::int64_t{number} * kHeads + of_item] = {constants, q_size, d_out_size};
-  });
+  LargestOfRow<T> of_d_out;
+  for_each_head(
+      params.call, item, thread, [&](uint4 words) { of_d_out.visit(words); },
+      [&](int of_item, const HeadConstants& of_head) { constants[first + of_item] = of_head; });
+  const float2 size = {kSizeUnit * of_q.of_quad(), kSizeUnit * of_d_out.of_quad()};
+  if (thread % 4 == 0) sizes[first + thread / 4] = size;
 }
 
 template <class T, int kTiles>
@@ -109,15 +113,16 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class T, int kTiles>
 void launch_bounds(const SparseAttentionBackward& piece, const ExactSums& sums,
                    cudaStream_t stream) {
-  const BoundParameters<T> params = {.call = backward_sm90_parameters<T>(piece, kHeads),
-                                     .q = data_of<const T>(piece.q),
-                                     .q_token_stride = piece.q.stride[0],
-                                     .q_head_stride = piece.q.stride[1],
-                                     .heads = sums.heads,
-                                     .bounds = sums.bounds};
-  launch(bounded_heads_kernel<T, kTiles>,
+  BoundParameters<T> params = {.call = backward_sm90_parameters<T>(piece, kHeads),
+                               .q = data_of<const T>(piece.q),
+                               .q_token_stride = piece.q.stride[0],
+                               .q_head_stride = piece.q.stride[1],
+                               .sizes = sums.sizes,
+                               .bounds = sums.bounds};
+  params.call.constants = sums.constants;
+  launch(head_sizes_kernel<T, kTiles>,
          {.blocks = params.call.items, .threads = 4 * kHeads, .stream = stream}, params,
-         sums.heads);
+         sums.constants, sums.sizes);
   const int processors = device_properties(piece.q.device).multiprocessors;
   launch(bound_terms_kernel<T, kTiles>,
          {.blocks = std::min(params.call.items, processors),
@@ -141,7 +146,7 @@ void launch_bounds(const SparseAttentionBackward& piece, const ExactSums& sums,
 
 __device__ float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
 
-/// The quantum of a key from its bound: 2^-22 of it, rounded up to a power of two. NaN where a
+/// The quantum of a key from its bound: 2^-23 of it, rounded up to a power of two. NaN where a
 /// bound is not finite or beyond all floats, so that the key's sums become NaN.
 __global__ void __launch_bounds__(kThreadsOfRows)
     quanta_kernel(const unsigned long long* bounds, std::int64_t keys, float* quanta,
@@ -158,7 +163,7 @@ __global__ void __launch_bounds__(kThreadsOfRows)
   float inverse = 0;
   if (bound > 0) {
     int exponent = 0;
-    const double fraction = frexp(bound * (0x1p-22 / kSizeUnit), &exponent);
+    const double fraction = frexp(bound * (0x1p-23 / kSizeUnit), &exponent);
     if (fraction == 0.5) --exponent;
     exponent = max(exponent, -126);
     const bool is_finite = exponent <= 126;
@@ -225,7 +230,8 @@ std::size_t bytes_of(const SparseAttentionBackward& args, std::int64_t rows, boo
   };
   return Workspace::bytes({bytes(keys, sizeof(float)), bytes(keys, sizeof(float)),
                            bytes(keys * kBoundBins, sizeof(unsigned long long)),
-                           bytes(items * kHeads, sizeof(BoundedHead)),
+                           bytes(items * kHeads, sizeof(HeadConstants)),
+                           bytes(items * kHeads, sizeof(float2)),
                            args.d_sink ? bytes(rows * heads, sizeof(float)) : 0,
                            in_copy ? 0 : bytes(keys * args.kv.shape[1], sizeof(float))});
 }
@@ -265,7 +271,9 @@ ExactSums begin_exact_sums(const SparseAttentionBackward& args, const ExactPlan&
   sums.quanta = workspace.take<float>(keys);
   sums.inverse_quanta = workspace.take<float>(keys);
   sums.bounds = workspace.take<unsigned long long>(keys * kBoundBins);
-  sums.heads = workspace.take<BoundedHead>(plan.rows * ((heads + kHeads - 1) / kHeads) * kHeads);
+  const std::int64_t items = plan.rows * ((heads + kHeads - 1) / kHeads);
+  sums.constants = workspace.take<HeadConstants>(items * kHeads);
+  sums.sizes = workspace.take<float2>(items * kHeads);
   if (args.d_sink) sums.d_sink = workspace.take<float>(plan.rows * heads);
   return sums;
 }

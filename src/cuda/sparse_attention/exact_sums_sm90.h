@@ -8,8 +8,8 @@
 //   |term| of a slot  <=  b = sum over heads of |dS| max|q| + |P| max|d_out|
 //
 // The b of all slots that hold a key are summed as integers, so that the quantum does not depend on
-// an order either. It is the least power of two that is at least 2^-22 of their sum: a term,
-// rounded to nearest, is at most twice as large as before, so that the sums stay below 2^23.
+// an order either. It is the least power of two that is at least 2^-23 of their sum: a term,
+// rounded to nearest, is at most twice as large as before.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@
 namespace winnow::cuda {
 
 namespace sparse_attention::backward_sm90 {
-struct BoundedHead;
+struct HeadConstants;
 }
 
 /// The work in pieces of `rows` query rows, each of which has quanta of its own.
@@ -40,8 +40,9 @@ struct ExactSums {
   float* quanta;          // [keys]; 0: nothing was added
   float* inverse_quanta;  // [keys]
   unsigned long long* bounds;
-  sparse_attention::backward_sm90::BoundedHead* heads;
-  float* d_sink;  // [rows, heads]
+  sparse_attention::backward_sm90::HeadConstants* constants;  // [items, 64], 64 heads an item
+  float2* sizes;                                              // of the same heads
+  float* d_sink;                                              // [rows, heads]
 };
 ExactSums begin_exact_sums(const SparseAttentionBackward& args, const ExactPlan& plan,
                            Workspace& workspace, cudaStream_t stream);

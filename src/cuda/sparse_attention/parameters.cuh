@@ -118,6 +118,10 @@ struct BackwardParameters {
   float scale;
 };
 
+namespace sparse_attention::backward_sm90 {
+struct HeadConstants;
+}
+
 /// The parameters of Hopper's backward kernel, beside the tensor maps of q and d_out. Sizes are
 /// 32-bit numbers here: tensors with more rows would pass a terabyte.
 template <class T>
@@ -133,7 +137,9 @@ struct BackwardSm90Parameters {
   T* d_q;                       // [tokens, heads, qk_dim]
   float* d_kv;                  // [keys, qk_dim], or terms [tokens, topk, qk_dim]
   float* d_sink;                // [heads], or [tokens, heads] where sums are deterministic, or null
-  const float* inverse_quanta;  // [keys]: 1 / the unit of a key's exact sums; null: others
+  // Where sums are exact (exact_sums_sm90.h):
+  const float* inverse_quanta;                                      // [keys]
+  const sparse_attention::backward_sm90::HeadConstants* constants;  // [items, 64]
   std::int64_t kv_stride, out_token_stride, out_head_stride, d_out_token_stride, d_out_head_stride,
       indices_stride, lse_stride, d_lse_stride;
   std::int64_t d_q_token_stride, d_q_head_stride, d_kv_stride, d_sink_stride;
@@ -159,6 +165,7 @@ BackwardSm90Parameters<T> backward_sm90_parameters(const SparseAttentionBackward
           .d_kv = nullptr,
           .d_sink = nullptr,
           .inverse_quanta = nullptr,
+          .constants = nullptr,
           .kv_stride = args.kv.stride[0],
           .out_token_stride = args.out.stride[0],
           .out_head_stride = args.out.stride[1],

@@ -7,6 +7,7 @@
 #include "cuda/common/mma.cuh"
 #include "cuda/hopper/gather.cuh"
 #include "cuda/hopper/pipeline.cuh"
+#include "cuda/hopper/turns.cuh"
 #include "cuda/sparse_attention/backward_sm90/block_scores.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
@@ -14,13 +15,6 @@ namespace winnow::cuda::sparse_attention::backward_sm90 {
 
 /// Bounds are computed in this part of the terms', so that they do not overflow before these do.
 inline constexpr float kSizeUnit = 0x1p-10f;
-
-/// What the pass needs of a head: its constants, and its largest elements times kSizeUnit.
-struct BoundedHead {
-  HeadConstants constants;
-  float q_size;
-  float d_out_size;
-};
 
 // The bound of a key is a sum of integers, which is the same in every order. A float from 2^-124 on
 // is a multiple of the unit of its bin, which has 16 octaves; smaller ones are rounded up.
@@ -55,7 +49,7 @@ struct BoundParameters {
   BackwardSm90Parameters<T> call;
   const T* q;  // [tokens, heads, qk_dim]
   std::int64_t q_token_stride, q_head_stride;
-  const BoundedHead* heads;    // [items, 64]
+  const float2* sizes;         // [items, 64]: largest elements of q and d_out, in kSizeUnit
   unsigned long long* bounds;  // [keys, kBoundBins], in parts of kSizeUnit
 };
 
@@ -195,9 +189,11 @@ class BoundOperand {
     return shared_.keys[state_.stage];
   }
 
-  /// Computes the products of the operand and the block, whose stage is free then.
-  __device__ void multiply(float (&products)[32]) {
+  /// Computes the products of the operand and the block, whose stage is free then. The consumers
+  /// take turns: otherwise both would multiply at the same time, and then none.
+  __device__ void multiply(float (&products)[32], int side) {
     const std::uint32_t stage = shared_address(shared_.stages[state_.stage]);
+    acquire_tensor_cores(side);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kTiles * 4; ++i) {
@@ -205,6 +201,7 @@ class BoundOperand {
                            k_major(stage + i / 4 * kTileBytes) + i % 4 * kNextKMajor, i > 0);
     }
     wgmma_commit();
+    hand_over_tensor_cores(1 - side);
     wgmma_wait<0>();
     release();
   }
@@ -263,21 +260,22 @@ __device__ void bound_probabilities(const BoundParameters<T>& params,
   int blocks = 0;  // of all items
   for (int number = static_cast<int>(blockIdx.x); number < params.call.items;
        number += static_cast<int>(gridDim.x)) {
-    const BoundedHead* const heads = params.heads + std::int64_t{number} * kHeads + row;
-    const HeadConstants constants[2] = {heads[0].constants, heads[8].constants};
-    const float sizes[2] = {heads[0].d_out_size, heads[8].d_out_size};
+    const std::int64_t head = std::int64_t{number} * kHeads + row;
+    const HeadConstants constants[2] = {params.call.constants[head],
+                                        params.call.constants[head + 8]};
+    const float sizes[2] = {params.sizes[head].y, params.sizes[head + 8].y};
     q.load();
     q.skip();
     const int end = blocks + item_of(params.call, number).blocks;
     for (; blocks < end; ++blocks) {
-      const std::int32_t(&keys)[kBlock] = q.wait();
-      const std::uint32_t valid[2] = {__ballot_sync(0xffffffffu, keys[lane] >= 0),
-                                      __ballot_sync(0xffffffffu, keys[lane + 32] >= 0)};
+      q.wait();
       float s[32];
-      q.multiply(s);
+      q.multiply(s, 0);
       std::uint32_t p[16];
       std::uint32_t exponentials[16];
-      probabilities<T>(s, valid, constants, params.call.scale_log2, p, exponentials);
+      // Columns without a key are computed too; nothing is added for them.
+      constexpr std::uint32_t kAll[2] = {0xffffffffu, 0xffffffffu};
+      probabilities<T>(s, kAll, constants, params.call.scale_log2, p, exponentials);
       shared.exponentials_free.wait(blocks - 1);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -290,6 +288,7 @@ __device__ void bound_probabilities(const BoundParameters<T>& params,
       shared.exponentials_full.arrive();
     }
   }
+  acquire_tensor_cores(0);  // the last hand-over has no other taker
 }
 
 /// Warpgroup 2: dP = d_out V^T, with d_out in registers, the part of dS, and the bounds.
@@ -299,19 +298,21 @@ __device__ void bound_gradients(const BoundParameters<T>& params, BoundStorage<k
   const int lane = thread % 32;
   const int row = thread / 32 * 16 + lane / 4;  // and + 8: heads
   BoundOperand<T, kTiles, kValueTiles> d_out(shared);
+  hand_over_tensor_cores(0);
   int blocks = 0;  // of all items
   for (int number = static_cast<int>(blockIdx.x); number < params.call.items;
        number += static_cast<int>(gridDim.x)) {
-    const BoundedHead* const heads = params.heads + std::int64_t{number} * kHeads + row;
-    const HeadConstants constants[2] = {heads[0].constants, heads[8].constants};
-    const float sizes[2] = {heads[0].q_size, heads[8].q_size};
+    const std::int64_t head = std::int64_t{number} * kHeads + row;
+    const HeadConstants constants[2] = {params.call.constants[head],
+                                        params.call.constants[head + 8]};
+    const float sizes[2] = {params.sizes[head].x, params.sizes[head + 8].x};
     d_out.skip();
     d_out.load();
     const int end = blocks + item_of(params.call, number).blocks;
     for (; blocks < end; ++blocks) {
       const std::int32_t key = d_out.wait()[thread % kBlock];
       float dp[32];
-      d_out.multiply(dp);
+      d_out.multiply(dp, 1);
       shared.exponentials_full.wait(blocks);
       std::uint32_t ds[16];
 #pragma unroll
@@ -325,7 +326,7 @@ __device__ void bound_gradients(const BoundParameters<T>& params, BoundStorage<k
       score_gradients<T>(dp, constants, params.call.scale, ds);
       *reinterpret_cast<float2*>(&shared.ds_sums[thread / 32][2 * lane]) =
           weighted_sums<T>(ds, sizes[0], sizes[1]);
-      sync_warps<1, kWarpgroup>();
+      sync_warps<3, kWarpgroup>();  // 1 and 2 are those of turns
       if (thread < kBlock && key >= 0) {
         float bound = 0;
 #pragma unroll

@@ -12,14 +12,20 @@
 namespace winnow::cuda::sparse_attention::backward_sm90 {
 
 /// Writes the constants of an item's heads to shared memory.
-template <class T>
-__device__ void compute_constants(const BackwardSm90Parameters<T>& params, const Item& item,
+template <KeyGradients kMode, class T>
+__device__ void compute_constants(const BackwardSm90Parameters<T>& params, int number,
                                   SharedStorage& shared) {
-  for_each_head(params, item, static_cast<int>(threadIdx.x) - kWarpgroup,
-                [&](int head, const HeadConstants& constants) {
-                  shared.constants[head] = constants;
-                  shared.constants_full.arrive();
-                });
+  const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
+  const auto store = [&](int head, const HeadConstants& constants) {
+    shared.constants[head] = constants;
+    shared.constants_full.arrive();
+  };
+  if constexpr (kMode == KeyGradients::exact) {
+    if (thread < kHeads) store(thread, params.constants[std::int64_t{number} * kHeads + thread]);
+  } else {
+    for_each_head(
+        params, item_of(params, number), thread, [](uint4) {}, store);
+  }
 }
 
 /// The first of the four tiles of warpgroup 1 or 2.
@@ -31,7 +37,7 @@ __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, Share
   int items = 0;
   for (int number = static_cast<int>(blockIdx.x); number < params.items;
        number += static_cast<int>(gridDim.x), ++items) {
-    compute_constants(params, item_of(params, number), shared);
+    compute_constants<kMode>(params, number, shared);
     shared.item_full.wait(items);
     float d_q[128] = {};
     const int end = blocks + item_of(params, number).blocks;

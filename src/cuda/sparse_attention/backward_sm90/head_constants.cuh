@@ -25,10 +25,11 @@ __device__ float dot_8(uint4 a, uint4 b) {
 }
 
 /// Computes delta and the constants of the heads of an item, zeros past the last head. 256 threads
-/// take part, four lanes a head; store(head of the item, constants) is called once for each.
-template <class T, class Store>
+/// take part, four lanes a head; store(head of the item, constants) is called once for each, and
+/// visit(words) for all parts of a head's d_out that a lane reads.
+template <class T, class Visit, class Store>
 __device__ void for_each_head(const BackwardSm90Parameters<T>& params, const Item& item, int thread,
-                              Store store) {
+                              Visit visit, Store store) {
   const int c = thread % 4;
   const int head = item.first_head + thread / 4;
   const bool is_head = head < params.heads;
@@ -40,8 +41,9 @@ __device__ void for_each_head(const BackwardSm90Parameters<T>& params, const Ite
         params.d_out + item.t * params.d_out_token_stride + head * params.d_out_head_stride;
 #pragma unroll 4
     for (int i = 0; i < kValueTiles * kTileColumns / 32; ++i) {
-      delta += dot_8<T>(__ldg(reinterpret_cast<const uint4*>(out + i * 32 + c * 8)),
-                        __ldg(reinterpret_cast<const uint4*>(d_out + i * 32 + c * 8)));
+      const uint4 words = __ldg(reinterpret_cast<const uint4*>(d_out + i * 32 + c * 8));
+      delta += dot_8<T>(__ldg(reinterpret_cast<const uint4*>(out + i * 32 + c * 8)), words);
+      visit(words);
     }
   }
   delta = quad_sum(delta);

@@ -16,10 +16,11 @@ enum class KeyGradients {
   exact     // added in whole quanta of the key, so that no addition rounds (exact_sums_sm90.h)
 };
 
-/// x in quanta, rounded to the nearest integer; |x| is at most 2^22 quanta.
+/// x in quanta, rounded to the nearest integer; |x| is at most 2^23 quanta.
 __device__ inline float whole_quanta(float x, float inverse_quantum) {
-  constexpr float kShift = 0x1.8p23f;  // from 2^23 to 2^24 floats are the integers
-  return __fadd_rn(__fmaf_rn(x, inverse_quantum, kShift), -kShift);
+  // From 2^23 to 2^24 floats are the integers.
+  const float shift = __int_as_float((__float_as_int(x) & 0x80000000) ^ __float_as_int(-0x1p24f));
+  return __fadd_rn(__fmaf_rn(x, inverse_quantum, shift), -shift);
 }
 
 template <KeyGradients kMode>

@@ -28,7 +28,7 @@ inline constexpr int kScoreRegisters = 120;
 inline constexpr int kGradientRegisters = 192;
 /// The constants of one head: exp(s - lse) = exp2(s log2(e) - lse_log2); P is share times that, and
 /// dS is (share * dP + offset) times that.
-struct HeadConstants {
+struct alignas(16) HeadConstants {
   float lse_log2;
   float share;   // exp(lse - L), the part that the sink leaves to the keys
   float offset;  // d_lse - share * delta
