@@ -261,8 +261,7 @@ __device__ void bound_probabilities(const BoundParameters<T>& params,
   for (int number = static_cast<int>(blockIdx.x); number < params.call.items;
        number += static_cast<int>(gridDim.x)) {
     const std::int64_t head = std::int64_t{number} * kHeads + row;
-    const HeadConstants constants[2] = {params.call.constants[head],
-                                        params.call.constants[head + 8]};
+    const LaneHeads heads(params.call.constants + head);
     const float sizes[2] = {params.sizes[head].y, params.sizes[head + 8].y};
     q.load();
     q.skip();
@@ -275,7 +274,7 @@ __device__ void bound_probabilities(const BoundParameters<T>& params,
       std::uint32_t exponentials[16];
       // Columns without a key are computed too; nothing is added for them.
       constexpr std::uint32_t kAll[2] = {0xffffffffu, 0xffffffffu};
-      probabilities<T>(s, kAll, constants, params.call.scale_log2, p, exponentials);
+      probabilities<T>(s, kAll, heads, params.call.scale_log2, p, exponentials);
       shared.exponentials_free.wait(blocks - 1);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -303,8 +302,7 @@ __device__ void bound_gradients(const BoundParameters<T>& params, BoundStorage<k
   for (int number = static_cast<int>(blockIdx.x); number < params.call.items;
        number += static_cast<int>(gridDim.x)) {
     const std::int64_t head = std::int64_t{number} * kHeads + row;
-    const HeadConstants constants[2] = {params.call.constants[head],
-                                        params.call.constants[head + 8]};
+    const LaneHeads heads(params.call.constants + head);
     const float sizes[2] = {params.sizes[head].x, params.sizes[head + 8].x};
     d_out.skip();
     d_out.load();
@@ -323,7 +321,7 @@ __device__ void bound_gradients(const BoundParameters<T>& params, BoundStorage<k
         ds[4 * i + 2] = words.z;
         ds[4 * i + 3] = words.w;
       }
-      score_gradients<T>(dp, constants, params.call.scale, ds);
+      score_gradients<T>(dp, heads, params.call.scale, ds);
       *reinterpret_cast<float2*>(&shared.ds_sums[thread / 32][2 * lane]) =
           weighted_sums<T>(ds, sizes[0], sizes[1]);
       sync_warps<3, kWarpgroup>();  // 1 and 2 are those of turns

@@ -121,7 +121,7 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
     }
     shared.item_full.wait(items);
     shared.constants_full.wait(items);
-    const HeadConstants constants[2] = {shared.constants[row], shared.constants[row + 8]};
+    const LaneHeads heads(&shared.constants[row]);
     float d_q[32] = {};  // of the rope part
     if (threadIdx.x == 0) shared.has_keys[items % 2] = false;
     const int end = blocks + item.blocks;
@@ -141,12 +141,12 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
       {
         float s[32];
         multiply_rows<T, kTiles>(s, shared.q, shared.kv);
-        probabilities<T>(s, valid, constants, params.scale_log2, p, ds);
+        probabilities<T>(s, valid, heads, params.scale_log2, p, ds);
       }
       {
         float dp[32];
         multiply_rows<T, kValueTiles>(dp, shared.d_out, shared.kv);
-        score_gradients<T>(dp, constants, params.scale, ds);
+        score_gradients<T>(dp, heads, params.scale, ds);
       }
       shared.scores_free.wait(blocks - 1);
 #pragma unroll
