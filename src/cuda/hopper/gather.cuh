@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cp.async: copies of 16 bytes from device memory to shared memory that bypass registers.
+// cp.async: copies of 16 or 4 bytes from device memory to shared memory that bypass registers.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,13 @@ namespace winnow::hopper {
 __device__ inline void copy_16_bytes(std::uint32_t shared_address, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address),
                "l"(source), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+/// The same of 4 bytes.
+__device__ inline void copy_4_bytes(std::uint32_t shared_address, const void* source, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address), "l"(source),
+               "r"(valid ? 4 : 0)
                : "memory");
 }
 

@@ -31,6 +31,7 @@
 #include "cuda/common/tensor_map.h"
 #include "cuda/sparse_attention/backward_sm90/gradients.cuh"
 #include "cuda/sparse_attention/backward_sm90/scores.cuh"
+#include "cuda/sparse_attention/exact_sums_sm90.h"
 #include "cuda/sparse_attention/kernels.h"
 
 namespace winnow::cuda {
@@ -65,45 +66,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-/// `rows` are those of d_kv or the terms of slots; `d_sink` is summed over rows, or per row beside
-/// terms.
+/// Where a launch leaves its sums.
+struct Destination {
+  float* rows;  // of d_kv, or the terms of slots
+  std::int64_t row_stride;
+  Tensor d_sink;                     // summed over rows, or per row if deterministic
+  const ExactSums* exact = nullptr;  // whose quanta are added
+};
+
 template <class T, KeyGradients kMode>
-void launch_for(const SparseAttentionBackward& args, float* rows, std::int64_t row_stride,
-                const Tensor& d_sink, const Execution& execution) {
-  const auto heads = static_cast<int>(args.q.shape[1]);
-  const int head_groups = (heads + kHeads - 1) / kHeads;
-  const BackwardSm90Parameters<T> params = {
-      .kv = data_of<const T>(args.kv),
-      .out = data_of<const T>(args.out),
-      .d_out = data_of<const T>(args.d_out),
-      .indices = data_of<const std::int32_t>(args.indices),
-      .lengths = data_of<const std::int32_t>(args.lengths),
-      .sink = data_of<const float>(args.sink),
-      .lse = data_of<const float>(args.lse),
-      .d_lse = data_of<const float>(args.d_lse),
-      .d_q = data_of<T>(args.d_q),
-      .d_kv = rows,
-      .d_sink = data_of<float>(d_sink),
-      .kv_stride = args.kv.stride[0],
-      .out_token_stride = args.out.stride[0],
-      .out_head_stride = args.out.stride[1],
-      .d_out_token_stride = args.d_out.stride[0],
-      .d_out_head_stride = args.d_out.stride[1],
-      .indices_stride = args.indices.stride[0],
-      .lse_stride = args.lse.stride[0],
-      .d_lse_stride = args.d_lse ? args.d_lse.stride[0] : 0,
-      .d_q_token_stride = args.d_q.stride[0],
-      .d_q_head_stride = args.d_q.stride[1],
-      .d_kv_stride = row_stride,
-      .d_sink_stride = d_sink ? d_sink.stride[0] : 0,
-      .heads = heads,
-      .keys = static_cast<int>(args.kv.shape[0]),
-      .topk = static_cast<int>(args.indices.shape[1]),
-      .head_groups = head_groups,
-      .items = static_cast<int>(args.q.shape[0] * head_groups),
-      .scale = args.scale,
-      .scale_log2 = args.scale * kLog2E,
-  };
+void launch_for(const SparseAttentionBackward& args, const Destination& to,
+                const Execution& execution) {
+  BackwardSm90Parameters<T> params = backward_sm90_parameters<T>(args, kHeads);
+  params.d_kv = to.rows;
+  params.d_kv_stride = to.row_stride;
+  params.d_sink = data_of<float>(to.d_sink);
+  params.d_sink_stride = to.d_sink ? to.d_sink.stride[0] : 0;
+  if (to.exact != nullptr) {
+    params.inverse_quanta = to.exact->inverse_quanta;
+    params.constants = to.exact->constants;
+  }
   const bool has_rope = args.q.shape[2] == kMaxTiles * kTileColumns;
   constexpr std::uint32_t kRows = kHeads;
   launch(has_rope ? sparse_attention_backward_kernel<T, kMaxTiles, kMode>
@@ -117,19 +99,20 @@ void launch_for(const SparseAttentionBackward& args, float* rows, std::int64_t r
 }
 
 template <KeyGradients kMode>
-void start(const SparseAttentionBackward& args, float* rows, std::int64_t row_stride,
-           const Tensor& d_sink, const Execution& execution) {
+void start(const SparseAttentionBackward& args, const Destination& to, const Execution& execution) {
   if (args.q.dtype == DType::bf16) {
-    launch_for<__nv_bfloat16, kMode>(args, rows, row_stride, d_sink, execution);
+    launch_for<__nv_bfloat16, kMode>(args, to, execution);
   } else {
-    launch_for<__half, kMode>(args, rows, row_stride, d_sink, execution);
+    launch_for<__half, kMode>(args, to, execution);
   }
 }
 
-// ---- Deterministic sums: the key gradients of some rows are written as terms, a slot each, sorted
-// by key and added (common/key_sums.cuh); those of the sink are written row by row.
+// ---- Deterministic sums. They are exact (exact_sums_sm90.h) where the rows in which they are made
+// fit. Otherwise the key gradients of some rows are written as terms, a slot each, sorted by key
+// and added (common/key_sums.cuh). Gradients of the sink are written row by row.
 
 struct OrderedPlan {
+  ExactPlan exact;  // without rows: by terms
   TermPlan terms;
   std::size_t d_sink_bytes;  // float [tokens, heads]
 };
@@ -137,6 +120,8 @@ struct OrderedPlan {
 OrderedPlan plan_in_order(const SparseAttentionBackward& args, const Execution& execution) {
   OrderedPlan plan{};
   if (!execution.deterministic) return plan;
+  plan.exact = plan_exact_sums(args, execution.workspace_limit);
+  if (plan.exact.rows > 0) return plan;
   const DeviceGuard guard(args.q.device);  // the size of the sort depends on the device
   if (args.d_sink) {
     plan.d_sink_bytes = static_cast<std::size_t>(args.q.shape[0] * args.q.shape[1]) * sizeof(float);
@@ -146,6 +131,11 @@ OrderedPlan plan_in_order(const SparseAttentionBackward& args, const Execution& 
       plan_terms(args.q.shape[0], args.indices.shape[1], args.kv.shape[0], args.kv.shape[1],
                  execution.workspace_limit - std::min(execution.workspace_limit, beside));
   return plan;
+}
+
+std::size_t bytes_of(const OrderedPlan& plan) {
+  if (plan.exact.rows > 0) return plan.exact.bytes;
+  return Workspace::bytes({plan.terms.term_bytes, plan.terms.order_bytes, plan.d_sink_bytes});
 }
 
 /// The part of a tensor that has `count` elements of a dimension, from `first` on.
@@ -188,11 +178,17 @@ __global__ void __launch_bounds__(kSinkThreads)
   }
 }
 
-void run_in_order(const SparseAttentionBackward& args, const KeySums& d_kv, Workspace& workspace,
-                  const Execution& execution) {
+/// Adds d_sink of rows [tokens, heads], if there is one.
+void add_sinks(const Tensor& rows, const Tensor& d_sink, cudaStream_t stream) {
+  if (!d_sink) return;
+  launch(add_sinks_kernel, {.blocks = rows.shape[1], .threads = kSinkThreads, .stream = stream},
+         data_of<const float>(rows), rows.shape[0], rows.shape[1], data_of<float>(d_sink));
+}
+
+void run_in_order(const SparseAttentionBackward& args, const OrderedPlan& plan, const KeySums& d_kv,
+                  Workspace& workspace, const Execution& execution) {
   const std::int64_t tokens = args.q.shape[0];
   const std::int64_t heads = args.q.shape[1];
-  const OrderedPlan plan = plan_in_order(args, execution);
   const TermMemory memory = take_terms(plan.terms, workspace);
   Tensor d_sink;
   if (args.d_sink) {
@@ -213,16 +209,39 @@ void run_in_order(const SparseAttentionBackward& args, const KeySums& d_kv, Work
     for (std::int64_t head = 0; head < heads; head += kHeads) {
       const std::int64_t head_count = std::min<std::int64_t>(heads - head, kHeads);
       start<KeyGradients::written>(
-          part_of(args, first, count, head, head_count), memory.terms, args.kv.shape[1],
-          part_of(part_of(d_sink, 0, first, count), 1, head, head_count), execution);
+          part_of(args, first, count, head, head_count),
+          {.rows = memory.terms,
+           .row_stride = args.kv.shape[1],
+           .d_sink = part_of(part_of(d_sink, 0, first, count), 1, head, head_count)},
+          execution);
       add_in_order(plan.terms, memory, slots.part(first, 0, slots.slots), count, d_kv,
                    execution.stream);
     }
   }
-  if (args.d_sink) {
-    launch(add_sinks_kernel, {.blocks = heads, .threads = kSinkThreads, .stream = execution.stream},
-           data_of<const float>(d_sink), tokens, heads, data_of<float>(args.d_sink));
+  add_sinks(d_sink, args.d_sink, execution.stream);
+}
+
+void run_exactly(const SparseAttentionBackward& args, const ExactPlan& plan, Workspace& workspace,
+                 const Execution& execution) {
+  const std::int64_t tokens = args.q.shape[0];
+  const std::int64_t heads = args.q.shape[1];
+  const ExactSums sums = begin_exact_sums(args, plan, workspace, execution.stream);
+  for (std::int64_t first = 0; first < tokens; first += plan.rows) {
+    const std::int64_t count = std::min(plan.rows, tokens - first);
+    const SparseAttentionBackward rows = part_of(args, first, count, 0, heads);
+    Tensor d_sink;
+    if (args.d_sink) d_sink = tensor(sums.d_sink, DType::f32, {count, heads}, args.q.device);
+    bound_key_sums(rows, sums, execution.stream);
+    start<KeyGradients::exact>(rows,
+                               {.rows = sums.quanta_sums.data,
+                                .row_stride = sums.quanta_sums.stride,
+                                .d_sink = d_sink,
+                                .exact = &sums},
+                               execution);
+    add_exact_sums(sums, execution.stream);
+    add_sinks(d_sink, args.d_sink, execution.stream);
   }
+  finish_exact_sums(sums, args.d_kv, execution.stream);
 }
 
 std::string why_not(const SparseAttentionBackward& args, const Execution& execution) {
@@ -240,30 +259,34 @@ std::string why_not(const SparseAttentionBackward& args, const Execution& execut
     return sentence(refusal::takes_dense_rows, "q and d_out");
   if (execution.deterministic) {
     const OrderedPlan plan = plan_in_order(args, execution);
-    if (plan.terms.slots < args.indices.shape[1]) return refusal::takes_whole_rows;
-    return over_limit(
-        Workspace::bytes({plan.terms.term_bytes, plan.terms.order_bytes, plan.d_sink_bytes}),
-        execution);
+    if (plan.exact.rows == 0 && plan.terms.slots < args.indices.shape[1])
+      return refusal::takes_whole_rows;
+    return over_limit(bytes_of(plan), execution);
   }
   return {};
 }
 
 std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution) {
-  const OrderedPlan plan = plan_in_order(args, execution);
-  return Workspace::bytes({key_copy_bytes(args.d_kv), plan.terms.term_bytes, plan.terms.order_bytes,
-                           plan.d_sink_bytes});
+  // Both are sums of slices; the copy comes on top of the limit.
+  return Workspace::bytes({key_copy_bytes(args.d_kv)}) + bytes_of(plan_in_order(args, execution));
 }
 
 void run(const SparseAttentionBackward& args, const Execution& execution) {
   const DeviceGuard guard(args.d_kv.device);
   Workspace workspace(execution, workspace_bytes(args, execution));
+  const OrderedPlan plan = plan_in_order(args, execution);
+  if (plan.exact.rows > 0) {
+    run_exactly(args, plan.exact, workspace, execution);
+    return;
+  }
   const KeySums sums =
       begin_key_sums(args.d_kv, workspace, execution.stream, ColumnOrder::fragments);
   if (args.q.shape[0] > 0) {
     if (execution.deterministic) {
-      run_in_order(args, sums, workspace, execution);
+      run_in_order(args, plan, sums, workspace, execution);
     } else {
-      start<KeyGradients::added>(args, sums.data, sums.stride, args.d_sink, execution);
+      start<KeyGradients::added>(
+          args, {.rows = sums.data, .row_stride = sums.stride, .d_sink = args.d_sink}, execution);
     }
   }
   finish_key_sums(sums, args.d_kv, execution.stream);

@@ -118,6 +118,10 @@ struct BackwardParameters {
   float scale;
 };
 
+namespace sparse_attention::backward_sm90 {
+struct HeadConstants;
+}
+
 /// The parameters of Hopper's backward kernel, beside the tensor maps of q and d_out. Sizes are
 /// 32-bit numbers here: tensors with more rows would pass a terabyte.
 template <class T>
@@ -132,12 +136,55 @@ struct BackwardSm90Parameters {
   const float* d_lse;           // [tokens, heads], or null
   T* d_q;                       // [tokens, heads, qk_dim]
   float* d_kv;                  // [keys, qk_dim], or terms [tokens, topk, qk_dim]
-  float* d_sink;                // [heads], or beside terms [tokens, heads]; null: not asked for
+  float* d_sink;                // [heads], or [tokens, heads] where sums are deterministic, or null
+  // Where sums are exact (exact_sums_sm90.h):
+  const float* inverse_quanta;                                      // [keys]
+  const sparse_attention::backward_sm90::HeadConstants* constants;  // [items, 64]
   std::int64_t kv_stride, out_token_stride, out_head_stride, d_out_token_stride, d_out_head_stride,
       indices_stride, lse_stride, d_lse_stride;
   std::int64_t d_q_token_stride, d_q_head_stride, d_kv_stride, d_sink_stride;
   int heads, keys, topk, head_groups, items;
   float scale, scale_log2;
 };
+
+/// `group_heads`: heads of a work item. Where the sums go is left for the launch.
+template <class T>
+BackwardSm90Parameters<T> backward_sm90_parameters(const SparseAttentionBackward& args,
+                                                   int group_heads) {
+  const auto heads = static_cast<int>(args.q.shape[1]);
+  const int head_groups = (heads + group_heads - 1) / group_heads;
+  return {.kv = data_of<const T>(args.kv),
+          .out = data_of<const T>(args.out),
+          .d_out = data_of<const T>(args.d_out),
+          .indices = data_of<const std::int32_t>(args.indices),
+          .lengths = data_of<const std::int32_t>(args.lengths),
+          .sink = data_of<const float>(args.sink),
+          .lse = data_of<const float>(args.lse),
+          .d_lse = data_of<const float>(args.d_lse),
+          .d_q = data_of<T>(args.d_q),
+          .d_kv = nullptr,
+          .d_sink = nullptr,
+          .inverse_quanta = nullptr,
+          .constants = nullptr,
+          .kv_stride = args.kv.stride[0],
+          .out_token_stride = args.out.stride[0],
+          .out_head_stride = args.out.stride[1],
+          .d_out_token_stride = args.d_out.stride[0],
+          .d_out_head_stride = args.d_out.stride[1],
+          .indices_stride = args.indices.stride[0],
+          .lse_stride = args.lse.stride[0],
+          .d_lse_stride = args.d_lse ? args.d_lse.stride[0] : 0,
+          .d_q_token_stride = args.d_q.stride[0],
+          .d_q_head_stride = args.d_q.stride[1],
+          .d_kv_stride = 0,
+          .d_sink_stride = 0,
+          .heads = heads,
+          .keys = static_cast<int>(args.kv.shape[0]),
+          .topk = static_cast<int>(args.indices.shape[1]),
+          .head_groups = head_groups,
+          .items = static_cast<int>(args.q.shape[0] * head_groups),
+          .scale = args.scale,
+          .scale_log2 = args.scale * kLog2E};
+}
 
 }  // namespace winnow::cuda

@@ -4,69 +4,27 @@
 
 #include <cstdint>
 
-#include "cuda/hopper/quad.cuh"
 #include "cuda/sparse_attention/backward_sm90/d_q.cuh"
+#include "cuda/sparse_attention/backward_sm90/head_constants.cuh"
 #include "cuda/sparse_attention/backward_sm90/key_gradients.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {
 
-template <class T>
-__device__ float dot_8(uint4 a, uint4 b) {
-  const std::uint32_t x[4] = {a.x, a.y, a.z, a.w};
-  const std::uint32_t y[4] = {b.x, b.y, b.z, b.w};
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 u = unpack_pair<T>(x[i]);
-    const float2 v = unpack_pair<T>(y[i]);
-    sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
-  }
-  return sum;
-}
-
-/// Computes delta = out . d_out and the constants of every head, four lanes a head.
-template <class T>
-__device__ void compute_constants(const BackwardSm90Parameters<T>& params, const Item& item,
+/// Writes the constants of an item's heads to shared memory.
+template <KeyGradients kMode, class T>
+__device__ void compute_constants(const BackwardSm90Parameters<T>& params, int number,
                                   SharedStorage& shared) {
   const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
-  const int c = thread % 4;
-  const int head = item.first_head + thread / 4;
-  const bool is_head = head < params.heads;
-  float delta = 0;
-  if (is_head) {
-    const T* const out =
-        params.out + item.t * params.out_token_stride + head * params.out_head_stride;
-    const T* const d_out =
-        params.d_out + item.t * params.d_out_token_stride + head * params.d_out_head_stride;
-#pragma unroll 4
-    for (int i = 0; i < kValueTiles * kTileColumns / 32; ++i) {
-      delta += dot_8<T>(__ldg(reinterpret_cast<const uint4*>(out + i * 32 + c * 8)),
-                        __ldg(reinterpret_cast<const uint4*>(d_out + i * 32 + c * 8)));
-    }
-  }
-  delta = quad_sum(delta);
-  HeadConstants constants{0, 0, 0, 0};
-  if (is_head) {
-    const float lse = params.lse[item.t * params.lse_stride + head];
-    constants.share = 1;
-    if (params.sink != nullptr) {
-      // The exponential is at most 1, so that nothing overflows.
-      const float sink = params.sink[head];
-      const float lesser = expf(-fabsf(lse - sink));
-      const float larger_share = 1 / (1 + lesser);
-      const float lesser_share = lesser / (1 + lesser);
-      constants.share = lse >= sink ? larger_share : lesser_share;
-      constants.d_sink = -delta * (lse >= sink ? lesser_share : larger_share);
-    }
-    const float d_lse =
-        params.d_lse == nullptr ? 0.0f : params.d_lse[item.t * params.d_lse_stride + head];
-    constants.lse_log2 = lse * kLog2E;
-    constants.offset = d_lse - constants.share * delta;
-  }
-  if (c == 0) {
-    shared.constants[thread / 4] = constants;
+  const auto store = [&](int head, const HeadConstants& constants) {
+    shared.constants[head] = constants;
     shared.constants_full.arrive();
+  };
+  if constexpr (kMode == KeyGradients::exact) {
+    if (thread < kHeads) store(thread, params.constants[std::int64_t{number} * kHeads + thread]);
+  } else {
+    for_each_head(
+        params, item_of(params, number), thread, [](uint4) {}, store);
   }
 }
 
@@ -79,7 +37,7 @@ __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, Share
   int items = 0;
   for (int number = static_cast<int>(blockIdx.x); number < params.items;
        number += static_cast<int>(gridDim.x), ++items) {
-    compute_constants(params, item_of(params, number), shared);
+    compute_constants<kMode>(params, number, shared);
     shared.item_full.wait(items);
     float d_q[128] = {};
     const int end = blocks + item_of(params, number).blocks;
@@ -115,7 +73,7 @@ __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, Share
     const int head = item.first_head + of_item;
     if (params.d_sink != nullptr && lane % 4 == 0 && head < params.heads) {
       const float d_sink = shared.has_keys[items % 2] ? shared.constants[of_item].d_sink : 0.0f;
-      if constexpr (kMode == KeyGradients::written) {
+      if constexpr (kMode != KeyGradients::added) {
         params.d_sink[item.t * params.d_sink_stride + head] = d_sink;
       } else {
         atomicAdd(params.d_sink + head, d_sink);

@@ -11,9 +11,17 @@ namespace winnow::cuda::sparse_attention::backward_sm90 {
 
 /// What becomes of the gradient that a slot gives to its key.
 enum class KeyGradients {
-  added,   // to the key's row of d_kv, by atomics
-  written  // as the slot's term, which is summed later
+  added,    // to the key's row of d_kv, by atomics
+  written,  // as the slot's term, which is summed later
+  exact     // added in whole quanta of the key, so that no addition rounds (exact_sums_sm90.h)
 };
+
+/// x in quanta, rounded to the nearest integer; |x| is at most 2^23 quanta.
+__device__ inline float whole_quanta(float x, float inverse_quantum) {
+  // From 2^23 to 2^24 floats are the integers.
+  const float shift = __int_as_float((__float_as_int(x) & 0x80000000) ^ __float_as_int(-0x1p24f));
+  return __fadd_rn(__fmaf_rn(x, inverse_quantum, shift), -shift);
+}
 
 template <KeyGradients kMode>
 __device__ void emit_4(float* to, const float (&x)[4]) {
@@ -28,7 +36,7 @@ __device__ void emit_4(float* to, const float (&x)[4]) {
 
 /// A block of a query's keys.
 struct KeyBlock {
-  const std::int32_t (&keys)[kBlock];
+  const BlockKeys& keys;
   std::int64_t first_slot;  // counted over all rows
 };
 
@@ -47,7 +55,7 @@ __device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyB
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // rows lane / 4, then lane / 4 + 8
     const int row = first_row + 8 * half;
-    const int2 pair = *reinterpret_cast<const int2*>(&block.keys[row]);
+    const int2 pair = *reinterpret_cast<const int2*>(&block.keys.rows[row]);
     constexpr bool kWritten = kMode == KeyGradients::written;
     float* const even_row =
         column + (kWritten ? block.first_slot + row : pair.x) * params.d_kv_stride;
@@ -65,6 +73,14 @@ __device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyB
         const float got = __shfl_xor_sync(0xffffffffu, is_odd ? low : high, 4);
         of_even_row[i] = is_odd ? got : low;
         of_odd_row[i] = is_odd ? high : got;
+      }
+      if constexpr (kMode == KeyGradients::exact) {
+        const float2 inverse = *reinterpret_cast<const float2*>(&block.keys.inverse_quanta[row]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          of_even_row[i] = whole_quanta(of_even_row[i], inverse.x);
+          of_odd_row[i] = whole_quanta(of_odd_row[i], inverse.y);
+        }
       }
       if (pair.x >= 0) emit_4<kMode>(even_row + 32 * line, of_even_row);
       if (pair.y >= 0) emit_4<kMode>(odd_row + 32 * line, of_odd_row);

@@ -8,6 +8,7 @@
 #include "cuda/hopper/gather.cuh"
 #include "cuda/hopper/quad.cuh"
 #include "cuda/hopper/tensor_copy.cuh"
+#include "cuda/sparse_attention/backward_sm90/block_scores.cuh"
 #include "cuda/sparse_attention/backward_sm90/d_q.cuh"
 #include "cuda/sparse_attention/backward_sm90/key_gradients.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
@@ -18,7 +19,7 @@ __device__ inline void sync_score_warps() { sync_warps<1, kWarpgroup>(); }
 
 /// Gathers the rows of a query's keys, block by block. Eight lanes copy a row; a thread has a part
 /// of four rows.
-template <class T, int kTiles>
+template <class T, int kTiles, KeyGradients kMode>
 class Gatherer {
  public:
   __device__ Gatherer(const BackwardSm90Parameters<T>& params, SharedStorage& shared)
@@ -38,7 +39,11 @@ class Gatherer {
     for (int i = 0; i < kRows; ++i) {
       const int row = row_of(i);
       const std::int32_t key = __shfl_sync(0xffffffffu, key_, i, 8);
-      if (lane == 0) shared_.keys[parity][row] = key;
+      if (lane == 0) shared_.keys[parity].rows[row] = key;
+      if (kMode == KeyGradients::exact && lane == 0) {
+        copy_4_bytes(shared_address(&shared_.keys[parity].inverse_quanta[row]),
+                     params_.inverse_quanta + (key < 0 ? 0 : key), key >= 0);
+      }
       const T* const from = params_.kv + (key < 0 ? 0 : key) * params_.kv_stride + lane * 8;
       const std::uint32_t to = shared_address(shared_.kv) + tile_offset(row, lane);
 #pragma unroll
@@ -93,7 +98,7 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
   constexpr bool kRope = kTiles > kValueTiles;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int row = static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4;  // and + 8: heads
-  Gatherer<T, kTiles> gatherer(params, shared);
+  Gatherer<T, kTiles, kMode> gatherer(params, shared);
   int blocks = 0;  // of all items
   int items = 0;
   if (static_cast<int>(blockIdx.x) < params.items) {
@@ -116,7 +121,7 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
     }
     shared.item_full.wait(items);
     shared.constants_full.wait(items);
-    const HeadConstants constants[2] = {shared.constants[row], shared.constants[row + 8]};
+    const LaneHeads heads(&shared.constants[row]);
     float d_q[32] = {};  // of the rope part
     if (threadIdx.x == 0) shared.has_keys[items % 2] = false;
     const int end = blocks + item.blocks;
@@ -124,7 +129,7 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
       wait_for_own_copies();
       fence_proxy_async();
       sync_score_warps();
-      const std::int32_t(&keys)[kBlock] = shared.keys[blocks % 2];
+      const std::int32_t(&keys)[kBlock] = shared.keys[blocks % 2].rows;
       const std::uint32_t valid[2] = {__ballot_sync(0xffffffffu, keys[lane] >= 0),
                                       __ballot_sync(0xffffffffu, keys[lane + 32] >= 0)};
       if (threadIdx.x == 0 && (valid[0] | valid[1]) != 0) shared.has_keys[items % 2] = true;
@@ -136,32 +141,12 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
       {
         float s[32];
         multiply_rows<T, kTiles>(s, shared.q, shared.kv);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-          const bool is_key = valid[column / 32] >> (column % 32) & 1;
-          const float exponent = s[i] * params.scale_log2 - constants[i / 2 % 2].lse_log2;
-          s[i] = is_key ? fast_exp2(at_most_0(exponent)) : 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          const float share = constants[i % 2].share;
-          p[i] = pack<T>(s[2 * i] * share, s[2 * i + 1] * share);
-          ds[i] = pack<T>(s[2 * i], s[2 * i + 1]);
-        }
+        probabilities<T>(s, valid, heads, params.scale_log2, p, ds);
       }
       {
         float dp[32];
         multiply_rows<T, kValueTiles>(dp, shared.d_out, shared.kv);
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          const HeadConstants& of_head = constants[i % 2];
-          const float2 pair = unpack_pair<T>(ds[i]);
-          const float first = (of_head.share * dp[2 * i] + of_head.offset) * params.scale;
-          const float second = (of_head.share * dp[2 * i + 1] + of_head.offset) * params.scale;
-          // 0 without a key, whatever dP is there.
-          ds[i] = pack<T>(pair.x == 0 ? 0 : pair.x * first, pair.y == 0 ? 0 : pair.y * second);
-        }
+        score_gradients<T>(dp, heads, params.scale, ds);
       }
       shared.scores_free.wait(blocks - 1);
 #pragma unroll
@@ -195,7 +180,8 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
       if constexpr (kRope) {
         const int block = blocks - end + item_of(params, number).blocks;
         emit_key_gradients<kMode, false>(
-            params, shared, {keys, first_slot_of(params, number, block)}, kValueTiles, [] {});
+            params, shared, {shared.keys[blocks % 2], first_slot_of(params, number, block)},
+            kValueTiles, [] {});
       }
     }
     if constexpr (kRope) {

@@ -28,20 +28,26 @@ inline constexpr int kScoreRegisters = 120;
 inline constexpr int kGradientRegisters = 192;
 /// The constants of one head: exp(s - lse) = exp2(s log2(e) - lse_log2); P is share times that, and
 /// dS is (share * dP + offset) times that.
-struct HeadConstants {
+struct alignas(16) HeadConstants {
   float lse_log2;
   float share;   // exp(lse - L), the part that the sink leaves to the keys
   float offset;  // d_lse - share * delta
   float d_sink;  // the gradient of the sink if the query has keys
 };
 
+/// The keys of a block.
+struct BlockKeys {
+  std::int32_t rows[kBlock];     // -1: none
+  float inverse_quanta[kBlock];  // where sums are exact
+};
+
 struct SharedStorage {
   std::byte q[kMaxTiles][kTileBytes];
   std::byte d_out[kValueTiles][kTileBytes];
   std::byte kv[kMaxTiles][kTileBytes];
-  std::byte p[kTileBytes];       // [heads, keys]
-  std::byte ds[kTileBytes];      // [heads, keys], times the scale
-  std::int32_t keys[2][kBlock];  // of even and odd blocks; -1: none
+  std::byte p[kTileBytes];   // [heads, keys]
+  std::byte ds[kTileBytes];  // [heads, keys], times the scale
+  BlockKeys keys[2];         // of even and odd blocks
   HeadConstants constants[kHeads];
   bool has_keys[2];        // of even and odd items
   Barrier item_full;       // q and d_out have landed

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// delta = out . d_out and what else the scores of a head need. Every pass of the backward uses this
+// code, so that all of them see the same bits.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/hopper/quad.cuh"
+#include "cuda/sparse_attention/backward_sm90/shared.cuh"
+
+namespace winnow::cuda::sparse_attention::backward_sm90 {
+
+template <class T>
+__device__ float dot_8(uint4 a, uint4 b) {
+  const std::uint32_t x[4] = {a.x, a.y, a.z, a.w};
+  const std::uint32_t y[4] = {b.x, b.y, b.z, b.w};
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 u = unpack_pair<T>(x[i]);
+    const float2 v = unpack_pair<T>(y[i]);
+    sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
+  }
+  return sum;
+}
+
+/// Computes delta and the constants of the heads of an item, zeros past the last head. 256 threads
+/// take part, four lanes a head; store(head of the item, constants) is called once for each, and
+/// visit(words) for all parts of a head's d_out that a lane reads.
+template <class T, class Visit, class Store>
+__device__ void for_each_head(const BackwardSm90Parameters<T>& params, const Item& item, int thread,
+                              Visit visit, Store store) {
+  const int c = thread % 4;
+  const int head = item.first_head + thread / 4;
+  const bool is_head = head < params.heads;
+  float delta = 0;
+  if (is_head) {
+    const T* const out =
+        params.out + item.t * params.out_token_stride + head * params.out_head_stride;
+    const T* const d_out =
+        params.d_out + item.t * params.d_out_token_stride + head * params.d_out_head_stride;
+#pragma unroll 4
+    for (int i = 0; i < kValueTiles * kTileColumns / 32; ++i) {
+      const uint4 words = __ldg(reinterpret_cast<const uint4*>(d_out + i * 32 + c * 8));
+      delta += dot_8<T>(__ldg(reinterpret_cast<const uint4*>(out + i * 32 + c * 8)), words);
+      visit(words);
+    }
+  }
+  delta = quad_sum(delta);
+  HeadConstants constants{0, 0, 0, 0};
+  if (is_head) {
+    const float lse = params.lse[item.t * params.lse_stride + head];
+    constants.share = 1;
+    if (params.sink != nullptr) {
+      // The exponential is at most 1, so that nothing overflows.
+      const float sink = params.sink[head];
+      const float lesser = expf(-fabsf(lse - sink));
+      const float larger_share = 1 / (1 + lesser);
+      const float lesser_share = lesser / (1 + lesser);
+      constants.share = lse >= sink ? larger_share : lesser_share;
+      constants.d_sink = -delta * (lse >= sink ? lesser_share : larger_share);
+    }
+    const float d_lse =
+        params.d_lse == nullptr ? 0.0f : params.d_lse[item.t * params.d_lse_stride + head];
+    constants.lse_log2 = lse * kLog2E;
+    constants.offset = fmaf(-constants.share, delta, d_lse);
+  }
+  if (c == 0) store(thread / 4, constants);
+}
+
+}  // namespace winnow::cuda::sparse_attention::backward_sm90
