@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warpgroups 1 and 2: dQ += dS K and dKV = dS^T Q + P^T dO, each for one half of the 512 columns.
+// Warpgroups 1 and 2: dQ += dS K of the 512 columns and dKV = dS^T Q + P^T dO of all, one half
+// each.
 #pragma once
 
 #include <cstdint>
@@ -11,77 +12,19 @@
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {
 
-template <class T>
-__device__ float dot_8(uint4 a, uint4 b) {
-  const std::uint32_t x[4] = {a.x, a.y, a.z, a.w};
-  const std::uint32_t y[4] = {b.x, b.y, b.z, b.w};
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 u = unpack_pair<T>(x[i]);
-    const float2 v = unpack_pair<T>(y[i]);
-    sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
-  }
-  return sum;
-}
-
-/// Computes delta = out . d_out and the constants of every head, four lanes a head.
-template <class T>
-__device__ void compute_constants(const BackwardSm90Parameters<T>& params, const Item& item,
-                                  SharedStorage& shared) {
-  const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
-  const int c = thread % 4;
-  const int head = item.first_head + thread / 4;
-  const bool is_head = head < params.heads;
-  float delta = 0;
-  if (is_head) {
-    const T* const out =
-        params.out + item.t * params.out_token_stride + head * params.out_head_stride;
-    const T* const d_out =
-        params.d_out + item.t * params.d_out_token_stride + head * params.d_out_head_stride;
-#pragma unroll 4
-    for (int i = 0; i < kValueTiles * kTileColumns / 32; ++i) {
-      delta += dot_8<T>(__ldg(reinterpret_cast<const uint4*>(out + i * 32 + c * 8)),
-                        __ldg(reinterpret_cast<const uint4*>(d_out + i * 32 + c * 8)));
-    }
-  }
-  delta = quad_sum(delta);
-  HeadConstants constants{0, 0, 0, 0};
-  if (is_head) {
-    const float lse = params.lse[item.t * params.lse_stride + head];
-    constants.share = 1;
-    if (params.sink != nullptr) {
-      // The exponential is at most 1, so that nothing overflows.
-      const float sink = params.sink[head];
-      const float lesser = expf(-fabsf(lse - sink));
-      const float larger_share = 1 / (1 + lesser);
-      const float lesser_share = lesser / (1 + lesser);
-      constants.share = lse >= sink ? larger_share : lesser_share;
-      constants.d_sink = -delta * (lse >= sink ? lesser_share : larger_share);
-    }
-    const float d_lse =
-        params.d_lse == nullptr ? 0.0f : params.d_lse[item.t * params.d_lse_stride + head];
-    constants.lse_log2 = lse * kLog2E;
-    constants.offset = d_lse - constants.share * delta;
-  }
-  if (c == 0) {
-    shared.constants[thread / 4] = constants;
-    shared.constants_full.arrive();
-  }
-}
-
 /// The first of the four tiles of warpgroup 1 or 2.
 __device__ inline int first_side_tile() { return (own_thread() / kWarpgroup - 1) * kSideTiles; }
 
-template <class T, KeyGradients kMode>
+template <class T, int kTiles, KeyGradients kMode>
 __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, SharedStorage& shared) {
   int blocks = 0;
   int items = 0;
   for (int number = static_cast<int>(blockIdx.x); number < params.items;
        number += static_cast<int>(gridDim.x), ++items) {
-    compute_constants(params, item_of(params, number), shared);
-    shared.item_full.wait(items);
+    shared.q_full.wait(items);
+    shared.d_out_full.wait(items);
     float d_q[128] = {};
+    const int begin = blocks;
     const int end = blocks + item_of(params, number).blocks;
     for (; blocks < end; ++blocks) {
       const int first_tile = first_side_tile();
@@ -97,30 +40,47 @@ __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, Share
       wgmma_commit();
       wgmma_wait<0>();
       if (own_thread() % 32 == 0) shared.kv_free.arrive();
-      const int block = blocks - end + item_of(params, number).blocks;
-      const KeyBlock key_block{shared.keys[blocks % 2], first_slot_of(params, number, block)};
+      const KeyBlock key_block{shared.keys[blocks % 2],
+                               first_slot_of(params, number, blocks - begin)};
+      // With an item's last gradients of a tile the next item's tile may be loaded.
+      const bool is_last = blocks + 1 == end;
+      const auto free_tile = [&](int tile) {
+        if (is_last && own_thread() % 32 == 0) shared.tile_free[tile].arrive();
+      };
+      if constexpr (kTiles > kValueTiles) {
+        float gradients[16];
+        const int half = first_tile / kSideTiles;
+        compute_rope_gradients<T>(shared, half, gradients);
+        free_tile(kValueTiles);
+        emit_columns<kMode>(params, key_block, gradients,
+                            kValueTiles * kTileColumns + half * kTileColumns / 2);
+      }
 #pragma unroll 1
       for (int tile = first_tile; tile < first_tile + kSideTiles; ++tile) {
-        emit_key_gradients<kMode, true>(params, shared, key_block, tile, [&] {
-          if (tile + 1 == first_tile + kSideTiles && own_thread() % 32 == 0) {
-            shared.scores_free.arrive();
-          }
-        });
+        float gradients[32];
+        compute_key_gradients<T>(shared, tile, gradients);
+        if (tile + 1 == first_tile + kSideTiles && own_thread() % 32 == 0) {
+          shared.scores_free.arrive();
+        }
+        free_tile(tile);
+        emit_columns<kMode>(params, key_block, gradients, tile * kTileColumns);
       }
     }
     const int lane = own_thread() % 32;
-    if (lane == 0) shared.item_free.arrive();
     const Item item = item_of(params, number);
     const int of_item = (static_cast<int>(threadIdx.x) - kWarpgroup) / 4;
     const int head = item.first_head + of_item;
     if (params.d_sink != nullptr && lane % 4 == 0 && head < params.heads) {
-      const float d_sink = shared.has_keys[items % 2] ? shared.constants[of_item].d_sink : 0.0f;
+      const float d_sink =
+          shared.has_keys[items % 2] ? shared.constants[items % 2][of_item].d_sink : 0.0f;
       if constexpr (kMode == KeyGradients::written) {
         params.d_sink[item.t * params.d_sink_stride + head] = d_sink;
       } else {
         atomicAdd(params.d_sink + head, d_sink);
       }
     }
+    __syncwarp();  // what was read may be overwritten once lane 0 has freed a block of the next
+                   // item
 #pragma unroll
     for (int j = 0; j < kSideTiles; ++j) {
       store_d_q(params, item, d_q + 32 * j, (first_side_tile() + j) * kTileColumns);

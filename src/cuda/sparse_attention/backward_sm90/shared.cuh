@@ -29,9 +29,9 @@ inline constexpr int kGradientRegisters = 192;
 /// The constants of one head: exp(s - lse) = exp2(s log2(e) - lse_log2); P is share times that, and
 /// dS is (share * dP + offset) times that.
 struct HeadConstants {
-  float lse_log2;
   float share;   // exp(lse - L), the part that the sink leaves to the keys
   float offset;  // d_lse - share * delta
+  float lse_log2;
   float d_sink;  // the gradient of the sink if the query has keys
 };
 
@@ -39,17 +39,17 @@ struct SharedStorage {
   std::byte q[kMaxTiles][kTileBytes];
   std::byte d_out[kValueTiles][kTileBytes];
   std::byte kv[kMaxTiles][kTileBytes];
-  std::byte p[kTileBytes];       // [heads, keys]
-  std::byte ds[kTileBytes];      // [heads, keys], times the scale
-  std::int32_t keys[2][kBlock];  // of even and odd blocks; -1: none
-  HeadConstants constants[kHeads];
-  bool has_keys[2];        // of even and odd items
-  Barrier item_full;       // q and d_out have landed
-  Barrier item_free;       // q and d_out are no longer in use
-  Barrier constants_full;  // the heads' constants are written
-  Barrier scores_full;     // p and ds of a block are written
-  Barrier scores_free;     // p and ds are no longer in use
-  Barrier kv_free;         // d_q has used a block's keys
+  std::byte p[kTileBytes];             // [heads, keys]
+  std::byte ds[kTileBytes];            // [heads, keys], times the scale
+  std::int32_t keys[2][kBlock];        // of even and odd blocks; -1: none
+  HeadConstants constants[2][kHeads];  // of even and odd items
+  bool has_keys[2];                    // likewise
+  Barrier q_full;                      // an item's q has landed
+  Barrier d_out_full;                  // an item's d_out has landed
+  Barrier tile_free[kMaxTiles];        // a tile of q and of d_out is no longer in use
+  Barrier scores_full;                 // p and ds of a block are written
+  Barrier scores_free;                 // p and ds are no longer in use
+  Barrier kv_free;                     // d_q has used a block's keys
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
