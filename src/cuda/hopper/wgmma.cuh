@@ -106,6 +106,33 @@ __device__ inline void multiply_64x16x16(float (&d)[8], std::uint64_t a, std::ui
   }
 }
 
+/// d (64 x 32) += A (64 x 16) * B (16 x 32), both MN-major in shared memory.
+template <class T>
+__device__ inline void multiply_64x32x16(float (&d)[16], std::uint64_t a, std::uint64_t b,
+                                         int accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" WINNOW_REGISTERS_16
+        "}, %16, %17, p, 1, 1, 1, 1;\n"
+        "}\n"
+        : WINNOW_OPERANDS_16(d)
+        : "l"(a), "l"(b), "r"(accumulate));
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" WINNOW_REGISTERS_16
+        "}, %16, %17, p, 1, 1, 1, 1;\n"
+        "}\n"
+        : WINNOW_OPERANDS_16(d)
+        : "l"(a), "l"(b), "r"(accumulate));
+  }
+}
+
 /// d (64 x 64) += A (64 x 16, registers) * B (16 x 64), which is K-major, or MN-major where the
 /// template argument is 1.
 template <class T, int kBMnMajor = 0>

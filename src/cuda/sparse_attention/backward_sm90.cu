@@ -8,15 +8,18 @@
 //
 // clang-format off
 // warpgroup 0         gathers a block; S = Q K^T and dP = dO V^T; then P and dS to shared memory.
-//                     With 576 columns also the gradients of the last 64 (the rope part).
-// warpgroups 1, 2     dQ += dS K and dKV = dS^T Q + P^T dO, 256 columns each
+//                     With 576 columns also dQ of the last 64 (the rope part). After an item's last
+//                     block the constants of the next item's heads.
+// warpgroups 1, 2     dQ += dS K of 256 columns each, and dKV = dS^T Q + P^T dO of one half each
 //
-//   0     | S | P | dP | dS |gather, rope| S | P | dP | dS |gather ...
+//   0     | S | P | dP | dS |gather      | S | P | dP | dS |gather ...
 //   1, 2  ... dKV, add  ... |dQ| dKV, add | dKV, add | ... |dQ| ...
 //
 // barriers of a block scores_full  P and dS are written
 //                     kv_free      dQ is done, so the next block may be gathered
 //                     scores_free  dKV is done, so the next P and dS may be written
+// and of an item      tile_free    the last dKV of a tile is done, so the next q and d_out may come
+//                     q_full, d_out_full  they have landed
 // clang-format on
 //
 // Shared memory: q 72, d_out 64, keys 72, P and dS 16 KiB. The limit is L2, which adds 2304 bytes
@@ -48,9 +51,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   if (threadIdx.x == 0) {
     constexpr int kGradientWarps = 2 * kWarpgroup / 32;
-    shared.item_full.init(1);
-    shared.item_free.init(kThreads / 32);
-    shared.constants_full.init(kHeads);
+    constexpr int kSideWarps = kWarpgroup / 32;
+    shared.q_full.init(1);
+    shared.d_out_full.init(1);
+    for (int i = 0; i < kValueTiles; ++i) shared.tile_free[i].init(kSideWarps);
+    shared.tile_free[kValueTiles].init(kGradientWarps);
     shared.scores_full.init(kWarpgroup);
     shared.scores_free.init(kGradientWarps);
     shared.kv_free.init(kGradientWarps);
@@ -62,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     compute_scores<T, kTiles, kMode>(params, q, d_out, shared);
   } else {
     grow_registers<kGradientRegisters>();
-    compute_gradients<T, kMode>(params, shared);
+    compute_gradients<T, kTiles, kMode>(params, shared);
   }
 }
 

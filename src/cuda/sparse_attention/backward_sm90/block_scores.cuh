@@ -26,11 +26,11 @@ template <class T>
 __device__ void probabilities(float (&s)[32], const std::uint32_t (&valid)[2],
                               const LaneHeads& heads, float scale_log2, std::uint32_t (&p)[16],
                               std::uint32_t (&exponentials)[16]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int shift = own_thread() % 4 * 2;
+  const std::uint32_t bits[2] = {valid[0] >> shift, valid[1] >> shift};  // from the lane's first
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
-    const int column = i / 4 % 4 * 8 + lane % 4 * 2 + i % 2;  // of 32
-    const bool is_key = valid[i / 16] >> column & 1;
+    const bool is_key = bits[i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1;
     const float exponent = fmaf(s[i], scale_log2, -heads.lse_log2[i / 2 % 2]);
     s[i] = is_key ? fast_exp2(at_most_0(exponent)) : 0.0f;
   }

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// delta = out . d_out and what else the scores of a head need. Every pass of the backward uses this
-// code, so that all of them see the same bits.
+// delta = out . d_out and what else the scores of a head need.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +21,41 @@ __device__ float dot_8(uint4 a, uint4 b) {
     sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
   }
   return sum;
+}
+
+/// What a head's constants need beside delta; zeros past the last head.
+struct HeadInputs {
+  float lse = 0;
+  float sink = 0;
+  float d_lse = 0;
+};
+template <class T>
+__device__ HeadInputs load_inputs(const BackwardSm90Parameters<T>& params, std::int64_t t,
+                                  int head) {
+  HeadInputs inputs;
+  if (head >= params.heads) return inputs;
+  inputs.lse = __ldg(params.lse + t * params.lse_stride + head);
+  if (params.sink != nullptr) inputs.sink = __ldg(params.sink + head);
+  if (params.d_lse != nullptr) inputs.d_lse = __ldg(params.d_lse + t * params.d_lse_stride + head);
+  return inputs;
+}
+
+/// The constants of a head of the query.
+__device__ inline HeadConstants head_constants(const HeadInputs& inputs, bool has_sink,
+                                               float delta) {
+  HeadConstants constants{};
+  constants.share = 1;
+  if (has_sink) {
+    // The exponential is at most 1, so that nothing overflows.
+    const float lesser = expf(-fabsf(inputs.lse - inputs.sink));
+    const float larger_share = 1 / (1 + lesser);
+    const float lesser_share = lesser / (1 + lesser);
+    constants.share = inputs.lse >= inputs.sink ? larger_share : lesser_share;
+    constants.d_sink = -delta * (inputs.lse >= inputs.sink ? lesser_share : larger_share);
+  }
+  constants.lse_log2 = inputs.lse * kLog2E;
+  constants.offset = fmaf(-constants.share, delta, inputs.d_lse);
+  return constants;
 }
 
 /// Computes delta and the constants of the heads of an item, zeros past the last head. 256 threads
@@ -47,23 +81,9 @@ __device__ void for_each_head(const BackwardSm90Parameters<T>& params, const Ite
     }
   }
   delta = quad_sum(delta);
-  HeadConstants constants{0, 0, 0, 0};
+  HeadConstants constants{};
   if (is_head) {
-    const float lse = params.lse[item.t * params.lse_stride + head];
-    constants.share = 1;
-    if (params.sink != nullptr) {
-      // The exponential is at most 1, so that nothing overflows.
-      const float sink = params.sink[head];
-      const float lesser = expf(-fabsf(lse - sink));
-      const float larger_share = 1 / (1 + lesser);
-      const float lesser_share = lesser / (1 + lesser);
-      constants.share = lse >= sink ? larger_share : lesser_share;
-      constants.d_sink = -delta * (lse >= sink ? lesser_share : larger_share);
-    }
-    const float d_lse =
-        params.d_lse == nullptr ? 0.0f : params.d_lse[item.t * params.d_lse_stride + head];
-    constants.lse_log2 = lse * kLog2E;
-    constants.offset = fmaf(-constants.share, delta, d_lse);
+    constants = head_constants(load_inputs(params, item.t, head), params.sink != nullptr, delta);
   }
   if (c == 0) store(thread / 4, constants);
 }

@@ -9,13 +9,6 @@
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {
 
-/// What becomes of the gradient that a slot gives to its key.
-enum class KeyGradients {
-  added,    // to the key's row of d_kv, by atomics
-  written,  // as the slot's term, which is summed later
-  exact     // added in whole quanta of the key, so that no addition rounds (exact_sums_sm90.h)
-};
-
 /// x in quanta, rounded to the nearest integer; |x| is at most 2^23 quanta.
 __device__ inline float whole_quanta(float x, float inverse_quantum) {
   // From 2^23 to 2^24 floats are the integers.
@@ -36,17 +29,18 @@ __device__ void emit_4(float* to, const float (&x)[4]) {
 
 /// A block of a query's keys.
 struct KeyBlock {
-  const BlockKeys& keys;
-  std::int64_t first_slot;  // counted over all rows
+  const std::int32_t (&keys)[kBlock];
+  const float (&inverse_quanta)[kBlock];  // where sums are exact
+  std::int64_t first_slot;                // counted over all rows
 };
 
-/// Adds or writes columns [first_column, first_column + 64) of the gradients of a block's keys, in
+/// Adds or writes 2 kValues columns from first_column on of the gradients of a block's keys, in
 /// fragment order (common/key_sums.cuh), in which the four values that a lane has of 16 columns are
 /// neighbours. Two neighbouring quads swap halves, so that with one instruction eight lanes emit a
 /// line of 128 bytes of a row: L2 adds full lines fastest.
-template <KeyGradients kMode, class T>
+template <KeyGradients kMode, int kValues, class T>
 __device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyBlock& block,
-                             const float (&gradients)[32], int first_column) {
+                             const float (&gradients)[kValues], int first_column) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32;
   const int first_row = warp * 16 + lane / 8 * 2;
@@ -55,14 +49,14 @@ __device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyB
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // rows lane / 4, then lane / 4 + 8
     const int row = first_row + 8 * half;
-    const int2 pair = *reinterpret_cast<const int2*>(&block.keys.rows[row]);
+    const int2 pair = *reinterpret_cast<const int2*>(&block.keys[row]);
     constexpr bool kWritten = kMode == KeyGradients::written;
     float* const even_row =
         column + (kWritten ? block.first_slot + row : pair.x) * params.d_kv_stride;
     float* const odd_row =
         column + (kWritten ? block.first_slot + row + 1 : pair.y) * params.d_kv_stride;
 #pragma unroll
-    for (int line = 0; line < 2; ++line) {  // of 32 columns
+    for (int line = 0; line < kValues / 16; ++line) {  // of 32 columns
       // Of both rows the even quad takes the first 16 columns, the odd one the others.
       float of_even_row[4];
       float of_odd_row[4];
@@ -75,7 +69,7 @@ __device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyB
         of_odd_row[i] = is_odd ? high : got;
       }
       if constexpr (kMode == KeyGradients::exact) {
-        const float2 inverse = *reinterpret_cast<const float2*>(&block.keys.inverse_quanta[row]);
+        const float2 inverse = *reinterpret_cast<const float2*>(&block.inverse_quanta[row]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           of_even_row[i] = whole_quanta(of_even_row[i], inverse.x);
@@ -88,31 +82,39 @@ __device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyB
   }
 }
 
-/// Computes dKV = dS^T Q + P^T dO of one tile's columns and emits it; the rope part has no values
-/// and lacks the second product. `when_read` is called once P and dS are no longer in use.
-template <KeyGradients kMode, bool kHasValues, class T, class WhenRead>
-__device__ void emit_key_gradients(const BackwardSm90Parameters<T>& params, SharedStorage& shared,
-                                   const KeyBlock& block, int tile, WhenRead when_read) {
+/// Computes dKV = dS^T Q + P^T dO of one tile's columns.
+template <class T>
+__device__ void compute_key_gradients(SharedStorage& shared, int tile, float (&gradients)[32]) {
   const std::uint64_t p = mn_major(shared_address(shared.p), kTileBytes);
   const std::uint64_t ds = mn_major(shared_address(shared.ds), kTileBytes);
   const std::uint64_t q = mn_major(shared_address(shared.q[tile]), kTileBytes);
-  float gradients[32];
+  const std::uint64_t d_out = mn_major(shared_address(shared.d_out[tile]), kTileBytes);
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kHeads / 16; ++i) {
     multiply_64x64x16<T, 1, 1>(gradients, ds + i * kNextMnMajor, q + i * kNextMnMajor, i > 0);
   }
-  if constexpr (kHasValues) {
-    const std::uint64_t d_out = mn_major(shared_address(shared.d_out[tile]), kTileBytes);
 #pragma unroll
-    for (int i = 0; i < kHeads / 16; ++i) {
-      multiply_64x64x16<T, 1, 1>(gradients, p + i * kNextMnMajor, d_out + i * kNextMnMajor, 1);
-    }
+  for (int i = 0; i < kHeads / 16; ++i) {
+    multiply_64x64x16<T, 1, 1>(gradients, p + i * kNextMnMajor, d_out + i * kNextMnMajor, 1);
   }
   wgmma_commit();
   wgmma_wait<0>();
-  when_read();
-  emit_columns<kMode>(params, block, gradients, tile * kTileColumns);
+}
+
+/// Computes dKV = dS^T Q of one half of the rope's columns, which are no values.
+template <class T>
+__device__ void compute_rope_gradients(SharedStorage& shared, int half, float (&gradients)[16]) {
+  const std::uint64_t ds = mn_major(shared_address(shared.ds), kTileBytes);
+  const std::uint64_t q =
+      mn_major(shared_address(shared.q[kValueTiles]) + half * kTileRowBytes / 2, kTileBytes);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kHeads / 16; ++i) {
+    multiply_64x32x16<T>(gradients, ds + i * kNextMnMajor, q + i * kNextMnMajor, i > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
 }
 
 }  // namespace winnow::cuda::sparse_attention::backward_sm90

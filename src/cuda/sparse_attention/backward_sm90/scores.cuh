@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warpgroup 0: the gather of keys, S = Q K^T and dP = dO V^T, P and dS from them, and the gradients
-// of the rope part.
+// Warpgroup 0: the loads of keys, q and d_out; S = Q K^T and dP = dO V^T, P and dS from them; and
+// the rope part of d_q.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 #include "cuda/hopper/quad.cuh"
 #include "cuda/hopper/tensor_copy.cuh"
 #include "cuda/sparse_attention/backward_sm90/block_scores.cuh"
+#include "cuda/sparse_attention/backward_sm90/constants.cuh"
 #include "cuda/sparse_attention/backward_sm90/d_q.cuh"
-#include "cuda/sparse_attention/backward_sm90/key_gradients.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {
@@ -27,8 +27,7 @@ class Gatherer {
 
   __device__ void start_item(const Item& item) {
     indices_ = params_.indices + item.t * params_.indices_stride;
-    slots_ = item.slots;
-    next_slot_ = 0;
+    slots_left_ = item.slots;
     load_keys();
   }
 
@@ -39,9 +38,9 @@ class Gatherer {
     for (int i = 0; i < kRows; ++i) {
       const int row = row_of(i);
       const std::int32_t key = __shfl_sync(0xffffffffu, key_, i, 8);
-      if (lane == 0) shared_.keys[parity].rows[row] = key;
+      if (lane == 0) shared_.keys[parity][row] = key;
       if (kMode == KeyGradients::exact && lane == 0) {
-        copy_4_bytes(shared_address(&shared_.keys[parity].inverse_quanta[row]),
+        copy_4_bytes(shared_address(&shared_.inverse_quanta[parity][row]),
                      params_.inverse_quanta + (key < 0 ? 0 : key), key >= 0);
       }
       const T* const from = params_.kv + (key < 0 ? 0 : key) * params_.kv_stride + lane * 8;
@@ -60,28 +59,35 @@ class Gatherer {
   __device__ static int row_of(int i) { return static_cast<int>(threadIdx.x) / 8 + i * kGroups; }
 
   __device__ void load_keys() {
-    const int slot = next_slot_ + row_of(static_cast<int>(threadIdx.x) % kRows);
-    next_slot_ += kBlock;
-    const std::int32_t key = slot < slots_ ? __ldg(indices_ + slot) : -1;
+    const int slot = row_of(static_cast<int>(threadIdx.x) % kRows);
+    const std::int32_t key = slot < slots_left_ ? __ldg(indices_ + slot) : -1;
+    indices_ += kBlock;
+    slots_left_ -= kBlock;
     key_ = key < params_.keys ? key : -1;
   }
 
   const BackwardSm90Parameters<T>& params_;
   SharedStorage& shared_;
-  const std::int32_t* indices_ = nullptr;
-  int slots_ = 0;
-  int next_slot_ = 0;
+  const std::int32_t* indices_ = nullptr;  // of the keys to be loaded next
+  int slots_left_ = 0;
   std::int32_t key_ = -1;  // of row_of(i) in lane i of eight, i < kRows; negative: none
 };
+
+/// The first of the two rows, 8 apart, that a thread of this warpgroup has of an accumulator:
+/// heads.
+__device__ inline int own_row() {
+  const auto thread = static_cast<unsigned>(own_thread());
+  return static_cast<int>(thread / 32 * 16 + thread % 32 / 4);
+}
 
 /// Stores two neighbours of a row of P or dS in the layout that the products read.
 __device__ inline void store_pair(std::byte* tile, int row, int i, std::uint32_t pair) {
   *reinterpret_cast<std::uint32_t*>(tile + tile_offset(row, i) + threadIdx.x % 4 * 4) = pair;
 }
 
-/// d = A B^T, where both operands have kTiles K-major tiles.
+/// Starts d = A B^T, where both operands have kTiles K-major tiles.
 template <class T, int kTiles, class A, class B>
-__device__ void multiply_rows(float (&d)[32], const A& a, const B& b) {
+__device__ void start_rows(float (&d)[32], const A& a, const B& b) {
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kTiles * 4; ++i) {
@@ -89,66 +95,95 @@ __device__ void multiply_rows(float (&d)[32], const A& a, const B& b) {
                                k_major(shared_address(b[i / 4])) + i % 4 * kNextKMajor, i > 0);
   }
   wgmma_commit();
-  wgmma_wait<0>();
+}
+
+/// Loads q and d_out of an item, each tile when the previous item's gradients no longer need it.
+/// `items` counts those before. Called by one thread.
+template <int kTiles>
+__device__ void load_item(const CUtensorMap& q, const CUtensorMap& d_out, const Item& item,
+                          int items, SharedStorage& shared) {
+  const auto t = static_cast<int>(item.t);
+  shared.q_full.arrive_and_expect(kTiles * kTileBytes);
+  shared.d_out_full.arrive_and_expect(kValueTiles * kTileBytes);
+  const auto copy_q = [&](int tile) {
+    shared.tile_free[tile].wait(items - 1);
+    copy_box(shared.q[tile], q, shared.q_full, tile * kTileColumns, item.first_head, t);
+  };
+  // In the order in which the gradients free them.
+  if constexpr (kTiles > kValueTiles) copy_q(kValueTiles);
+  for (int i = 0; i < kSideTiles; ++i) {
+    for (int tile = i; tile < kValueTiles; tile += kSideTiles) copy_q(tile);
+    for (int tile = i; tile < kValueTiles; tile += kSideTiles) {
+      copy_box(shared.d_out[tile], d_out, shared.d_out_full, tile * kTileColumns, item.first_head,
+               t);
+    }
+  }
 }
 
 template <class T, int kTiles, KeyGradients kMode>
 __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CUtensorMap& q,
                                const CUtensorMap& d_out, SharedStorage& shared) {
   constexpr bool kRope = kTiles > kValueTiles;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int row = static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4;  // and + 8: heads
+  constexpr int kSlices = Slice<kTiles>::kSlices;
   Gatherer<T, kTiles, kMode> gatherer(params, shared);
   int blocks = 0;  // of all items
   int items = 0;
   if (static_cast<int>(blockIdx.x) < params.items) {
-    gatherer.start_item(item_of(params, static_cast<int>(blockIdx.x)));
+    const Item item = item_of(params, static_cast<int>(blockIdx.x));
+    gatherer.start_item(item);
     gatherer.gather(0);
+    if constexpr (kMode != KeyGradients::exact) compute_constants<kTiles>(params, item, shared, 0);
   }
   for (int number = static_cast<int>(blockIdx.x); number < params.items;
        number += static_cast<int>(gridDim.x), ++items) {
-    const Item item = item_of(params, number);
     if (threadIdx.x == 0) {
-      shared.item_free.wait(items - 1);
-      shared.item_full.arrive_and_expect((kTiles + kValueTiles) * kTileBytes);
-      const auto t = static_cast<int>(item.t);
-      for (int i = 0; i < kTiles; ++i) {
-        copy_box(shared.q[i], q, shared.item_full, i * kTileColumns, item.first_head, t);
-      }
-      for (int i = 0; i < kValueTiles; ++i) {
-        copy_box(shared.d_out[i], d_out, shared.item_full, i * kTileColumns, item.first_head, t);
-      }
+      load_item<kTiles>(q, d_out, item_of(params, number), items, shared);
+      shared.has_keys[items % 2] = false;
     }
-    shared.item_full.wait(items);
-    shared.constants_full.wait(items);
-    const LaneHeads heads(&shared.constants[row]);
+    if (kMode == KeyGradients::exact && threadIdx.x < kHeads) {
+      shared.constants[threadIdx.x] = params.constants[std::int64_t{number} * kHeads + threadIdx.x];
+    }
+    const auto heads_of_lane = [&] {
+      const HeadConstants* const of_item =
+          kMode == KeyGradients::exact ? shared.constants : constants_of(shared, items);
+      return LaneHeads(of_item + own_row());
+    };
+    shared.q_full.wait(items);
+    shared.d_out_full.wait(items);
+    sync_score_warps();  // the constants are written
     float d_q[32] = {};  // of the rope part
-    if (threadIdx.x == 0) shared.has_keys[items % 2] = false;
-    const int end = blocks + item.blocks;
+    const int end = blocks + item_of(params, number).blocks;
     for (; blocks < end; ++blocks) {
       wait_for_own_copies();
       fence_proxy_async();
       sync_score_warps();
-      const std::int32_t(&keys)[kBlock] = shared.keys[blocks % 2].rows;
-      const std::uint32_t valid[2] = {__ballot_sync(0xffffffffu, keys[lane] >= 0),
-                                      __ballot_sync(0xffffffffu, keys[lane + 32] >= 0)};
-      if (threadIdx.x == 0 && (valid[0] | valid[1]) != 0) shared.has_keys[items % 2] = true;
+      const std::int32_t(&keys)[kBlock] = shared.keys[blocks % 2];
 
       // One product after the other, which leaves registers for d_q. Nothing is stored before both
-      // are done, because the previous block's gradients may still read P and dS.
+      // are done, because the previous block's gradients may still read P and dS. What P and dS
+      // need is read while the products run: in registers it would be too much.
       std::uint32_t p[16];   // P, two neighbours in a word
       std::uint32_t ds[16];  // exp(s - lse), 0 where there is no key; then dS
       {
         float s[32];
-        multiply_rows<T, kTiles>(s, shared.q, shared.kv);
+        start_rows<T, kTiles>(s, shared.q, shared.kv);
+        const unsigned lane = static_cast<unsigned>(own_thread()) % 32;
+        const std::uint32_t valid[2] = {__ballot_sync(0xffffffffu, keys[lane] >= 0),
+                                        __ballot_sync(0xffffffffu, keys[lane + 32] >= 0)};
+        if (threadIdx.x == 0 && (valid[0] | valid[1]) != 0) shared.has_keys[items % 2] = true;
+        const LaneHeads heads = heads_of_lane();
+        wgmma_wait<0>();
         probabilities<T>(s, valid, heads, params.scale_log2, p, ds);
       }
       {
         float dp[32];
-        multiply_rows<T, kValueTiles>(dp, shared.d_out, shared.kv);
+        start_rows<T, kValueTiles>(dp, shared.d_out, shared.kv);
+        const LaneHeads heads = heads_of_lane();
+        wgmma_wait<0>();
         score_gradients<T>(dp, heads, params.scale, ds);
       }
       shared.scores_free.wait(blocks - 1);
+      const int row = own_row();
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         store_pair(shared.p, row + i % 2 * 8, i / 2, p[i]);
@@ -176,19 +211,17 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
         gatherer.start_item(item_of(params, number + static_cast<int>(gridDim.x)));
         gatherer.gather((blocks + 1) % 2);
       }
-      // This work overlaps the gather of the next block.
-      if constexpr (kRope) {
-        const int block = blocks - end + item_of(params, number).blocks;
-        emit_key_gradients<kMode, false>(
-            params, shared, {shared.keys[blocks % 2], first_slot_of(params, number, block)},
-            kValueTiles, [] {});
+      if (kMode != KeyGradients::exact && number + static_cast<int>(gridDim.x) < params.items) {
+        const Item next = item_of(params, number + static_cast<int>(gridDim.x));
+        const int blocks_left = end - blocks - 1;
+        if (blocks_left < kSlices) prefetch_constants<kTiles>(params, next, blocks_left);
+        // This warpgroup has nothing else to do until the item's last gradients are computed.
+        if (blocks_left == 0) compute_constants<kTiles>(params, next, shared, items + 1);
       }
     }
     if constexpr (kRope) {
       store_d_q(params, item_of(params, number), d_q, kValueTiles * kTileColumns);
     }
-    __syncwarp();
-    if (own_thread() % 32 == 0) shared.item_free.arrive();
   }
 }
 

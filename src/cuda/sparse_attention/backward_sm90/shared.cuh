@@ -26,38 +26,49 @@ inline constexpr int kWarpgroup = 128;
 inline constexpr int kThreads = 3 * kWarpgroup;
 inline constexpr int kScoreRegisters = 120;
 inline constexpr int kGradientRegisters = 192;
+/// What becomes of the gradient that a slot gives to its key.
+enum class KeyGradients {
+  added,    // to the key's row of d_kv, by atomics
+  written,  // as the slot's term, which is summed later
+  exact     // added in whole quanta of the key, so that no addition rounds (exact_sums_sm90.h)
+};
+
 /// The constants of one head: exp(s - lse) = exp2(s log2(e) - lse_log2); P is share times that, and
 /// dS is (share * dP + offset) times that.
 struct alignas(16) HeadConstants {
-  float lse_log2;
   float share;   // exp(lse - L), the part that the sink leaves to the keys
   float offset;  // d_lse - share * delta
+  float lse_log2;
   float d_sink;  // the gradient of the sink if the query has keys
-};
-
-/// The keys of a block.
-struct BlockKeys {
-  std::int32_t rows[kBlock];     // -1: none
-  float inverse_quanta[kBlock];  // where sums are exact
 };
 
 struct SharedStorage {
   std::byte q[kMaxTiles][kTileBytes];
   std::byte d_out[kValueTiles][kTileBytes];
   std::byte kv[kMaxTiles][kTileBytes];
-  std::byte p[kTileBytes];   // [heads, keys]
-  std::byte ds[kTileBytes];  // [heads, keys], times the scale
-  BlockKeys keys[2];         // of even and odd blocks
-  HeadConstants constants[kHeads];
-  bool has_keys[2];        // of even and odd items
-  Barrier item_full;       // q and d_out have landed
-  Barrier item_free;       // q and d_out are no longer in use
-  Barrier constants_full;  // the heads' constants are written
-  Barrier scores_full;     // p and ds of a block are written
-  Barrier scores_free;     // p and ds are no longer in use
-  Barrier kv_free;         // d_q has used a block's keys
+  std::byte p[kTileBytes];          // [heads, keys]
+  std::byte ds[kTileBytes];         // [heads, keys], times the scale
+  std::int32_t keys[2][kBlock];     // of even and odd blocks; -1: none
+  HeadConstants constants[kHeads];  // of even items; where sums are exact, of all
+  union {
+    HeadConstants odd_constants[kHeads];  // of odd items
+    float inverse_quanta[2][kBlock];      // of the keys, where sums are exact
+  };
+  bool has_keys[2];              // of even and odd items
+  Barrier q_full;                // an item's q has landed
+  Barrier d_out_full;            // an item's d_out has landed
+  Barrier tile_free[kMaxTiles];  // a tile of q and of d_out is no longer in use
+  Barrier scores_full;           // p and ds of a block are written
+  Barrier scores_free;           // p and ds are no longer in use
+  Barrier kv_free;               // d_q has used a block's keys
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
+
+/// The constants of an item's heads, `items` being the number of items before it. Not where sums
+/// are exact.
+__device__ inline HeadConstants* constants_of(SharedStorage& shared, int items) {
+  return items % 2 == 0 ? shared.constants : shared.odd_constants;
+}
 
 /// threadIdx.x, read anew so that it takes no register before: a spilled register is reloaded
 /// behind the reductions that wait in the same queue.
