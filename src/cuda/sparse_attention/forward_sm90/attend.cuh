@@ -240,8 +240,8 @@ class Attention {
     for (Barrier& free : shared_.free[kSide][0]) free.arrive();
   }
 
-  /// The softmax of the own block. Gives P to the other warpgroup first, which waits for it, and then
-  /// issues out += P V, a group of products a slice.
+  /// The softmax of the own block. Gives P to the other warpgroup first, which waits for it, and
+  /// then issues out += P V, a group of products a slice.
   __device__ void attend_own_block(bool is_last) {
     const std::uint32_t block = shared_address(shared_.blocks[kSide]);
     const std::uint32_t tile = block + kValueTiles * kTileBytes;
