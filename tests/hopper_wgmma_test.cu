@@ -105,6 +105,8 @@ __global__ void product_kernel(const T* a, const T* b, float* d, bool accumulate
     } else if constexpr (kColumns == 16) {
       multiply_64x16x16<T, kA == Layout::mn_major>(sums, descriptor<kA>(shared.a, step), to_b,
                                                    adds);
+    } else if constexpr (kColumns == 32) {
+      multiply_64x32x16<T>(sums, descriptor<kA>(shared.a, step), to_b, adds);
     } else if constexpr (kColumns == 64) {
       multiply_64x64x16<T, kA == Layout::mn_major, kB == Layout::mn_major>(
           sums, descriptor<kA>(shared.a, step), to_b, adds);
@@ -175,6 +177,10 @@ class Wgmma : public OnHopper {};
 TEST_F(Wgmma, Of16ColumnsTakesAInEitherOrder) {
   expect_products_of_two_byte_types<16, Layout::k_major, Layout::k_major>();
   expect_products_of_two_byte_types<16, Layout::mn_major, Layout::k_major>();
+}
+
+TEST_F(Wgmma, Of32ColumnsTakesHalfOfAnMnMajorTile) {
+  expect_products_of_two_byte_types<32, Layout::mn_major, Layout::mn_major>();
 }
 
 TEST_F(Wgmma, Of64ColumnsTakesAFromRegisters) {
