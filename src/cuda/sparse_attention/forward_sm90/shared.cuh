@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/common/mma.cuh"
 #include "cuda/hopper/barrier.cuh"
+#include "cuda/hopper/pipeline.cuh"
 #include "cuda/hopper/wgmma.cuh"
 #include "cuda/sparse_attention/lazy_maximum.cuh"
 #include "cuda/sparse_attention/parameters.cuh"
@@ -15,47 +17,41 @@ namespace winnow::cuda::sparse_attention::forward_sm90 {
 using namespace winnow::hopper;
 
 inline constexpr int kHeads = 64;      // of one item
-inline constexpr int kBlock = 64;      // keys
-inline constexpr int kSlices = 4;      // of a block: 16 keys each, those of one producer warp
-inline constexpr int kHalfTiles = 4;   // 256 channels, the columns of out of one math warpgroup
+inline constexpr int kBlock = 48;      // keys of a stage
 inline constexpr int kValueTiles = 8;  // 512 channels
-inline constexpr int kMaxTiles = 9;
-inline constexpr int kTileBytes = kBlock * kTileRowBytes;  // of keys, of Q and of P
+inline constexpr int kStageTiles = 9;
+inline constexpr int kTileBytes = kBlock * kTileRowBytes;
+inline constexpr int kQueryTileBytes = kHeads * kTileRowBytes;
+inline constexpr int kRegisterTiles = 5;         // of Q; the others are in shared memory
+inline constexpr int kSliceBytes = kHeads * 32;  // 16 columns of P
+inline constexpr int kStages = 3;
 inline constexpr int kWarpgroup = 128;
 inline constexpr int kThreads = 3 * kWarpgroup;
-inline constexpr int kMathRegisters = 216;
-inline constexpr int kProducerRegisters = 72;
-
-/// What the producer tells a math warpgroup about its block of a pair.
+inline constexpr int kGatherThreads = 2 * kWarpgroup;
+inline constexpr int kRegisters = 168;
+// Steps of the softmax between the products of two tiles. The sooner P is ready, the sooner its
+// stage is free for the gather; but products must be issued often enough to keep the tensor cores
+// busy.
+inline constexpr int kStepsPerTile = 3;
+/// What the gathering warps tell the others about a block of keys.
 struct BlockInfo {
-  std::uint32_t valid[2];  // bit j of word i: slot 32 i + j of the block holds a key
-  std::int32_t item;
-  std::uint32_t flags;
-
-  __device__ bool has(std::uint32_t flag) const { return (flags & flag) != 0; }
+  std::uint32_t valid[2];  // bit j of half i: slot 24 i + j of the block holds a key
+  bool is_last;            // whether it is the last block of its item
 };
-inline constexpr std::uint32_t kFirst = 1;  // the first pair of its item
-inline constexpr std::uint32_t kLast = 2;   // the last pair of its item
-inline constexpr std::uint32_t kEmpty = 4;  // there is no block, the pair has only one
-inline constexpr std::uint32_t kEnd = 8;    // there is no pair: all items are done
 
-// A block has two parts, its tiles of values that its own warpgroup multiplies (part 0), and the
-// others with the rope part (part 1). The last tile of a block holds the rope part and, once S is
-// done, P.
 struct SharedStorage {
-  std::byte q[kMaxTiles * kTileBytes];
-  std::byte blocks[2][kMaxTiles * kTileBytes];  // of warpgroup 0 and 1
-  float maxima[2][kHeads];                      // the running maximum after a warpgroup's block
-  float sums[kHeads], largest[kHeads];          // of warpgroup 1, at the end of an item
-  float normalizers[kHeads];                    // by which out is multiplied at the end of an item
-  BlockInfo info[2][2];                         // of even and odd pairs
-  Barrier info_full[2][2];
-  Barrier full[2][2];           // a part's rows have landed
-  Barrier free[2][2][kSlices];  // out has used a slice of a part
-  Barrier ready[2];             // P and the maxima of a warpgroup's block are written
-  Barrier q_full;
-  Barrier finished;  // the normalizers of an item are written
+  std::byte stages[kStages][kStageTiles * kTileBytes];
+  std::byte q[kStageTiles - kRegisterTiles][kQueryTileBytes];
+  float rescale[kStages][kHeads];  // by which out so far is multiplied
+  float finish[kStages][kHeads];   // with the last block: by which out is multiplied at the end
+  BlockInfo info[kStages];
+  bool rescales[kStages][4];  // per warp: whether any of its rows is rescaled
+  Barrier full[kStages];
+  Barrier ready[kStages];
+  Barrier free[kStages];
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
+
+using PipelineState = hopper::PipelineState<kStages>;  // of blocks of keys
 
 }  // namespace winnow::cuda::sparse_attention::forward_sm90
