@@ -61,6 +61,6 @@ case "${1:-all}" in
   tests) ./winnow info; tests ;;
   sanitize) ./sanitize.sh . ;;
   fuzz) ./fuzz --backend cuda "${@:2}" ;;
-  tables) python3 python/benchmarks/performance_tables.py measure "$2" --winnow ./winnow ;;
+  tables) python3 python/benchmarks/performance_tables.py measure "${2:?a file for the figures}" --winnow ./winnow ;;
   *) ./winnow "$@" ;;
 esac

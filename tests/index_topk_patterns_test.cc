@@ -52,7 +52,13 @@ void run_all(const Trials& trials) {
   std::vector<std::jthread> threads(std::clamp(std::thread::hardware_concurrency(), 1U, 16U));
   for (std::jthread& thread : threads) {
     thread = std::jthread([&] {
-      for (std::size_t i = next++; i < trials.size(); i = next++) trials[i]();
+      for (std::size_t i = next++; i < trials.size(); i = next++) {
+        try {
+          trials[i]();
+        } catch (const std::exception& error) {
+          ADD_FAILURE() << error.what();
+        }
+      }
     });
   }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chunks of index_topk behind the first ones. Only the device knows how many there are, so that
+// The chunks of index_topk after the first ones. Only the device knows how many there are, so that
 // a graph has a loop, which the device leaves when the plan has no more rows: where windows are
 // short, launches of empty kernels instead would take a third of the call.
 #include <memory>
@@ -61,35 +61,60 @@ struct Loop {
   std::vector<cudaGraphNode_t> nodes, nodes_of_body;
   cudaGraphExec_t executable = nullptr;
   cudaEvent_t end = nullptr;  // of its last launch
+
+  Loop() = default;
+  Loop(const Loop&) = delete;
+  Loop& operator=(const Loop&) = delete;
+  /// Only where a call failed: it may wait for the device.
+  ~Loop() {
+    if (executable != nullptr) cudaGraphExecDestroy(executable);
+    if (graph != nullptr) cudaGraphDestroy(graph);
+    if (end != nullptr) cudaEventDestroy(end);
+  }
 };
 
-/// Loops that have been made. They are used again and never destroyed, because that would wait for
+/// Loops that have been made. They are used again and not destroyed, because that would wait for
 /// the device; there are as many as were ever launched and had not ended.
 class Loops {
  public:
+  /// Destroys a loop that was taken and not kept, because its call failed.
+  struct Discard {
+    void operator()(Loop* loop) const;
+  };
+  using Taken = std::unique_ptr<Loop, Discard>;
+
   /// A loop that does not run, or a new one; null if there are too many.
-  std::unique_ptr<Loop> take(int device) {
+  Taken take(int device) {
     const std::lock_guard lock(mutex_);
     for (std::unique_ptr<Loop>& loop : kept_) {
-      if (loop->device != device || cudaEventQuery(loop->end) != cudaSuccess) continue;
+      if (loop->device != device || !has_ended(*loop)) continue;
       std::swap(loop, kept_.back());
-      std::unique_ptr<Loop> taken = std::move(kept_.back());
+      Taken taken(kept_.back().release());
       kept_.pop_back();
       return taken;
     }
-    cudaGetLastError();  // that one runs is no error
     if (count_ == kMost) return nullptr;
+    Taken made(new Loop);
     ++count_;
-    auto made = std::make_unique<Loop>();
     made->device = device;
     return made;
   }
-  void keep(std::unique_ptr<Loop> loop) {
+  void keep(Taken loop) {
     const std::lock_guard lock(mutex_);
-    kept_.push_back(std::move(loop));
+    kept_.emplace_back(loop.release());
   }
 
  private:
+  static bool has_ended(const Loop& loop) {
+    const cudaError_t status = cudaEventQuery(loop.end);
+    if (status == cudaErrorNotReady) {
+      cudaGetLastError();  // that it runs is no error
+      return false;
+    }
+    cuda_check(status);
+    return true;
+  }
+
   static constexpr int kMost = 64;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Loop>> kept_;
@@ -99,6 +124,12 @@ class Loops {
 Loops& loops() {
   static auto* const all = new Loops;  // for ever: the runtime may end before it
   return *all;
+}
+
+void Loops::Discard::operator()(Loop* loop) const {
+  delete loop;
+  const std::lock_guard lock(loops().mutex_);
+  --loops().count_;
 }
 
 /// Adds the loop behind the last node.
@@ -127,7 +158,7 @@ void for_remaining_chunks(const Plan& plan, int first, const ForChunk& scores_of
   // A captured call stays one of kernels alone, which can be a part of any other graph.
   const bool captured = is_capturing(execution.stream);
   const BesideCaptures beside;
-  std::unique_ptr<Loop> loop = captured ? nullptr : loops().take(device.index);
+  Loops::Taken loop = captured ? nullptr : loops().take(device.index);
   if (loop == nullptr) {
     for (int chunk = first; chunk < plan.chunks; ++chunk) {
       scores_of(plan, chunk, nullptr);
@@ -148,10 +179,10 @@ void for_remaining_chunks(const Plan& plan, int first, const ForChunk& scores_of
   Plan current = plan;
   current.first_group = scratch;
   current.chunks = 1;
-  NodeChain turn(loop->body, loop->executable, loop->nodes_of_body);
-  scores_of(current, 0, &turn);
-  select_from(current, 0, &turn);
-  turn.add(index_topk_next_chunk_kernel, one_block, plan, first, false, scratch, loop->goes_on);
+  NodeChain body(loop->body, loop->executable, loop->nodes_of_body);
+  scores_of(current, 0, &body);
+  select_from(current, 0, &body);
+  body.add(index_topk_next_chunk_kernel, one_block, plan, first, false, scratch, loop->goes_on);
   if (is_new) cuda_check(cudaGraphInstantiate(&loop->executable, loop->graph, 0));
   cuda_check(cudaGraphLaunch(loop->executable, execution.stream));
   cuda_check(cudaEventRecord(loop->end, execution.stream));

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(4 * kHeads)
     }
   }
   LargestOfRow<T> of_d_out;
-  for_each_head(
+  for_each_head<kTiles>(
       params.call, item, thread, [&](uint4 words) { of_d_out.visit(words); },
       [&](int of_item, const HeadConstants& of_head) { constants[first + of_item] = of_head; });
   const float2 size = {kSizeUnit * of_q.of_quad(), kSizeUnit * of_d_out.of_quad()};
@@ -216,9 +216,10 @@ void scale_sums(const ExactSums& sums, T* to, std::int64_t stride, cudaStream_t 
 
 // ---- Memory.
 
-/// A bound grows with the number of terms, and the quantum with it. The sums of more rows are put
-/// together from pieces, which bounds the quantum and costs little.
-constexpr std::int64_t kMostRows = 16384;
+/// A bound grows with the number of terms, and the quantum with it; each term is off by up to half
+/// a quantum. So at most this many items (64 heads of a row) have quanta in common, half as many
+/// where that is possible: the sums of more rows are put together from pieces, which costs little.
+constexpr std::int64_t kMostTerms = 32768;
 constexpr std::int64_t kLeastRows = 1024;
 
 std::size_t bytes_of(const SparseAttentionBackward& args, std::int64_t rows, bool in_copy) {
@@ -246,13 +247,16 @@ ExactPlan plan_exact_sums(const SparseAttentionBackward& args, std::size_t limit
     plan.bytes = bytes_of(args, rows, plan.in_copy);
     return plan;
   };
-  for (std::int64_t rows = kMostRows; rows >= kLeastRows; rows /= 2) {
+  const std::int64_t head_groups = (args.q.shape[1] + kHeads - 1) / kHeads;
+  const std::int64_t most_rows = kMostTerms / 2 / head_groups;
+  for (std::int64_t rows = most_rows; rows >= kLeastRows; rows /= 2) {
     const std::int64_t pieces = (tokens + rows - 1) / rows;
     const ExactPlan plan = plan_of((tokens + pieces - 1) / pieces);
     if (plan.bytes <= limit) return plan;
   }
+  // The sums of a 16-bit d_kv need no rows of their own where all terms have quanta in common.
   const ExactPlan plan = plan_of(tokens);
-  return plan.bytes <= limit ? plan : ExactPlan{};
+  return tokens * head_groups <= kMostTerms && plan.bytes <= limit ? plan : ExactPlan{};
 }
 
 ExactSums begin_exact_sums(const SparseAttentionBackward& args, const ExactPlan& plan,

@@ -33,7 +33,7 @@ __device__ inline void add_bound(unsigned long long* bins, float bound) {
   constexpr float kLeast = 0x1p-124f;
   if (bound == 0) return;
   int bin = kBoundBins - 1;
-  unsigned long long units = 1ull << 27;  // not finite: more than exact sums can have
+  unsigned long long units = 1ull << 28;  // not finite: more than exact sums can have
   if (bound < INFINITY) {
     const int bits = __float_as_int(fmaxf(bound, kLeast));
     const int octave = (bits >> 23) - 127 - kLeastBound;

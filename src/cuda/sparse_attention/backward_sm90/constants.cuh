@@ -13,7 +13,7 @@ namespace winnow::cuda::sparse_attention::backward_sm90 {
 /// rope part of d_q.
 template <int kTiles>
 struct Slice {
-  static constexpr int kHeadLanes = kTiles > kValueTiles ? 16 : 8;  // that share a head
+  static constexpr int kHeadLanes = kDeltaLanes<kTiles>;  // that share a head
   static constexpr int kSliceHeads = kWarpgroup / kHeadLanes;
   static constexpr int kSlices = kHeads / kSliceHeads;
 };

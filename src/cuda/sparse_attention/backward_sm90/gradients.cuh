@@ -73,7 +73,8 @@ __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, Share
     if (params.d_sink != nullptr && lane % 4 == 0 && head < params.heads) {
       const HeadConstants* constants = constants_of(shared, items);
       // Warpgroup 0 may have the next item's in the place of these.
-      if constexpr (kMode == KeyGradients::exact) constants = params.constants + number * kHeads;
+      if constexpr (kMode == KeyGradients::exact)
+        constants = params.constants + std::int64_t{number} * kHeads;
       const float d_sink = shared.has_keys[items % 2] ? constants[of_item].d_sink : 0.0f;
       if constexpr (kMode != KeyGradients::added) {
         params.d_sink[item.t * params.d_sink_stride + head] = d_sink;

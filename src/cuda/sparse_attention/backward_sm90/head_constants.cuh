@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "cuda/hopper/quad.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {
@@ -22,6 +21,11 @@ __device__ float dot_8(uint4 a, uint4 b) {
   }
   return sum;
 }
+
+/// How many lanes share a head's delta where it is computed amid other work. The order of its sum
+/// follows from that: every pass keeps it, so that all of them see the same bits.
+template <int kTiles>
+inline constexpr int kDeltaLanes = kTiles > kValueTiles ? 16 : 8;
 
 /// What a head's constants need beside delta; zeros past the last head.
 struct HeadInputs {
@@ -61,13 +65,14 @@ __device__ inline HeadConstants head_constants(const HeadInputs& inputs, bool ha
 /// Computes delta and the constants of the heads of an item, zeros past the last head. 256 threads
 /// take part, four lanes a head; store(head of the item, constants) is called once for each, and
 /// visit(words) for all parts of a head's d_out that a lane reads.
-template <class T, class Visit, class Store>
+template <int kTiles, class T, class Visit, class Store>
 __device__ void for_each_head(const BackwardSm90Parameters<T>& params, const Item& item, int thread,
                               Visit visit, Store store) {
   const int c = thread % 4;
   const int head = item.first_head + thread / 4;
   const bool is_head = head < params.heads;
-  float delta = 0;
+  constexpr int kParts = kDeltaLanes<kTiles> / 4;
+  float parts[kParts] = {};  // of delta: what lanes c, c + 4, ... would have
   if (is_head) {
     const T* const out =
         params.out + item.t * params.out_token_stride + head * params.out_head_stride;
@@ -76,11 +81,19 @@ __device__ void for_each_head(const BackwardSm90Parameters<T>& params, const Ite
 #pragma unroll 4
     for (int i = 0; i < kValueTiles * kTileColumns / 32; ++i) {
       const uint4 words = __ldg(reinterpret_cast<const uint4*>(d_out + i * 32 + c * 8));
-      delta += dot_8<T>(__ldg(reinterpret_cast<const uint4*>(out + i * 32 + c * 8)), words);
+      parts[i % kParts] +=
+          dot_8<T>(__ldg(reinterpret_cast<const uint4*>(out + i * 32 + c * 8)), words);
       visit(words);
     }
   }
-  delta = quad_sum(delta);
+#pragma unroll
+  for (int count = kParts / 2; count > 0; count /= 2) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) parts[i] += parts[i + count];
+  }
+  float delta = parts[0];
+  delta += __shfl_xor_sync(0xffffffffu, delta, 2);
+  delta += __shfl_xor_sync(0xffffffffu, delta, 1);
   HeadConstants constants{};
   if (is_head) {
     constants = head_constants(load_inputs(params, item.t, head), params.sink != nullptr, delta);

@@ -203,6 +203,7 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
         }
         wgmma_commit();
         wgmma_wait<0>();
+        sync_score_warps();  // all warps' products have read the rope tile: it may be overwritten
       }
       shared.kv_free.wait(blocks);
       if (blocks + 1 < end) {
