@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the CUDA tables of docs/performance.md, and writes them from what was measured.
+"""Measures the tables of docs/performance.md, and writes them from what was measured.
 
     python3 python/benchmarks/performance_tables.py measure FILE.json [--winnow PROGRAM]
+    python3 python/benchmarks/performance_tables.py measure-cpu FILE.json [--winnow PROGRAM]
     python3 python/benchmarks/performance_tables.py write
 
 `measure` runs every command behind the tables on this machine's GPU, about two minutes on an H200,
 and writes commit, date, device and the times of each; it needs neither torch nor a compiler, and
-`run.sh tables FILE.json` does it from a bundle of scripts/gpu_bundle.sh. `write` puts the tables of
-docs/performance/h200.json, and of docs/performance/peers-h200.json, which against_peers.py --json
-writes, between their markers in the page; without such a file its tables stay as they are.
+`run.sh tables FILE.json` does it from a bundle of scripts/gpu_bundle.sh. `measure-cpu` runs the
+list of `winnow bench` on this machine's CPU. `write` puts the tables of docs/performance/h200.json
+and cpu.json, and of peers-h200.json, which against_peers.py --json writes, between their markers in
+the page; without such a file its tables stay as they are.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from origin import ROOT, origin
 PAGE = ROOT / "docs" / "performance.md"
 FIGURES = ROOT / "docs" / "performance" / "h200.json"
 PEERS = ROOT / "docs" / "performance" / "peers-h200.json"
+CPU = ROOT / "docs" / "performance" / "cpu.json"
 KEPT = ("call", "kernel", "median_seconds", "fastest_seconds", "slowest_seconds", "repeats")
 
 
@@ -189,14 +192,26 @@ def measure(file: Path, program: str) -> int:
     return 1 if failed else 0
 
 
+def measure_cpu(file: Path, program: str) -> int:
+    """The list of `winnow bench`, which needs no commands of its own."""
+    command = [program, "bench", "--scaling", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        print(done.stderr.strip(), file=sys.stderr)
+        return 1
+    file.write_text(json.dumps(origin() | {"bench": json.loads(done.stdout)}, indent=1) + "\n")
+    return 0
+
+
 # ---- Writing.
 
 
 def in_unit(*seconds: float) -> list[str]:
     """Three digits each, in the unit that fits the first."""
-    factor = 1e3 if seconds[0] >= 0.9995e-4 else 1e6
+    units = ((0.9995, 1.0, "s"), (0.9995e-4, 1e3, "ms"), (0.0, 1e6, "us"))
+    factor, unit = next((factor, unit) for least, factor, unit in units if seconds[0] >= least)
     digits = [f"{each * factor:#.3g}".rstrip(".") for each in seconds]
-    return [f"{digits[0]} {'ms' if factor == 1e3 else 'us'}", *digits[1:]]
+    return [f"{digits[0]} {unit}", *digits[1:]]
 
 
 def teraflops(rate: float) -> str:
@@ -244,6 +259,32 @@ def table_of(table: Table, figures: dict) -> str:
     return text
 
 
+def cpu_table(figures: dict) -> str:
+    bench = figures["bench"]
+    product = bench["matrix_product"]
+    rate = product["flops_per_second"] * 1e-9
+    scaling = product["flops_per_second"] / product["one_thread_flops_per_second"]
+    text = f"Commit {figures['commit']}, {figures['date']}, {bench['runs_on']}; "
+    text += f"`winnow bench --scaling`; {product['what']}: {rate:.0f} GFLOP/s, "
+    text += f"{scaling:.2f} times that of one thread.\n\n"
+    text += head(
+        ["call", "case", "queries x keys", "time", "fastest to slowest"]
+        + ["GFLOP/s", "of product", "scaling"]
+    )
+    for each in bench["measured"]:
+        times = [each[f"{which}_seconds"] for which in ("median", "fastest", "slowest")]
+        median, fastest, slowest = in_unit(*times)
+        has_products = each.get("flops", 0) > 0
+        text += line(
+            [each["call"], each["case"], f"{each['tokens']} x {each['keys']}"]
+            + [median, f"{fastest} to {slowest}"]
+            + ([f"{each['flops_per_second'] * 1e-9:.0f}"] if has_products else ["bytes alone"])
+            + ([f"{each['of_matrix_product']:.2f}"] if has_products else ["bytes alone"])
+            + [f"{each['scaling']:.2f}"]
+        )
+    return text
+
+
 def peers_table(races: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in races["versions"].items())
     text = f"Commit {races['commit']}, {races['date']}, {races['device']}; {versions}.\n\n"
@@ -270,7 +311,7 @@ def with_table(page: str, name: str, text: str) -> str:
     return page
 
 
-def tables(figures: Path, peers: Path) -> Iterator[tuple[str, str]]:
+def tables(figures: Path, peers: Path, cpu: Path) -> Iterator[tuple[str, str]]:
     """Names and texts of the tables that were measured."""
     if figures.exists():
         measured = json.loads(figures.read_text())
@@ -278,11 +319,13 @@ def tables(figures: Path, peers: Path) -> Iterator[tuple[str, str]]:
             yield table.name, table_of(table, measured)
     if peers.exists():
         yield "peers", peers_table(json.loads(peers.read_text()))
+    if cpu.exists():
+        yield "cpu", cpu_table(json.loads(cpu.read_text()))
 
 
-def written(page: str, figures: Path = FIGURES, peers: Path = PEERS) -> str:
+def written(page: str, figures: Path = FIGURES, peers: Path = PEERS, cpu: Path = CPU) -> str:
     """The page with the tables of these files."""
-    for name, text in tables(figures, peers):
+    for name, text in tables(figures, peers, cpu):
         page = with_table(page, name, text)
     return page
 
@@ -290,13 +333,19 @@ def written(page: str, figures: Path = FIGURES, peers: Path = PEERS) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands: Callable = parser.add_subparsers(dest="command", required=True).add_parser
-    measuring = commands("measure", help="run every command behind the tables, write FILE")
-    measuring.add_argument("file", type=Path, metavar="FILE")
-    measuring.add_argument("--winnow", default="build/cuda/winnow", metavar="PROGRAM")
+    for name, build, what in (
+        ("measure", "cuda", "run every command behind the CUDA tables, write FILE"),
+        ("measure-cpu", "release", "run the list of `winnow bench` on the CPU, write FILE"),
+    ):
+        measuring = commands(name, help=what)
+        measuring.add_argument("file", type=Path, metavar="FILE")
+        measuring.add_argument("--winnow", default=f"build/{build}/winnow", metavar="PROGRAM")
     commands("write", help="write the tables of docs/performance.md")
     given = parser.parse_args()
     if given.command == "measure":
         return measure(given.file, given.winnow)
+    if given.command == "measure-cpu":
+        return measure_cpu(given.file, given.winnow)
     PAGE.write_text(written(PAGE.read_text()))
     return 0
 

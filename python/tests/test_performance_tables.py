@@ -91,7 +91,22 @@ def test_the_race_becomes_a_table(script):
     assert text.splitlines()[-1] == row
 
 
+def test_the_cpu_has_a_table(script):
+    product = {"what": "sgemm", "flops_per_second": 2e11, "one_thread_flops_per_second": 1e11}
+    sizes = {"case": "small", "tokens": 128, "keys": 8192, "scaling": 1.9}
+    times = {"median_seconds": 0.2, "fastest_seconds": 0.19, "slowest_seconds": 0.21}
+    rates = {"flops": 4e10, "flops_per_second": 2e11, "of_matrix_product": 1.0}
+    measured = [{"call": "op"} | sizes | times | rates, {"call": "bytes"} | sizes | times]
+    bench = {"runs_on": "AVX3", "matrix_product": product, "measured": measured}
+    lines = script.cpu_table(ORIGIN | {"bench": bench}).splitlines()
+    assert "sgemm: 200 GFLOP/s, 2.00 times that of one thread" in lines[0]
+    shared = "small | 128 x 8192 | 200 ms | 190 to 210"
+    assert lines[-2] == f"| op | {shared} | 200 | 1.00 | 1.90 |"
+    assert lines[-1] == f"| bytes | {shared} | bytes alone | bytes alone | 1.90 |"
+
+
 def test_times_have_a_unit_that_fits(script):
+    assert script.in_unit(1.22, 1.19) == ["1.22 s", "1.19"]
     assert script.in_unit(1.0e-4, 9.99e-5) == ["0.100 ms", "0.0999"]
     assert script.in_unit(2.5e-5, 1.2e-4) == ["25.0 us", "120"]
 
@@ -108,5 +123,5 @@ def test_only_what_is_between_the_markers_changes(script):
 def test_the_page_is_what_was_measured(script):
     page = (ROOT / "docs" / "performance.md").read_text()
     places = re.findall(r"<!-- table: (\w+) -->", page)
-    assert sorted(places) == sorted(["peers", *(each.name for each in script.TABLES)])
+    assert sorted(places) == sorted(["cpu", "peers", *(each.name for each in script.TABLES)])
     assert script.written(page) == page, "run python/benchmarks/performance_tables.py write"
