@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cpu backend against eager PyTorch on the CPU, doing the same work on the same threads.
 
-    PYTHONPATH=python .venv/bin/python python/benchmarks/against_eager.py
+    PYTHONPATH=python .venv/bin/python python/benchmarks/against_eager.py [--json FILE]
 
 Eager PyTorch gathers the keys of some rows, multiplies, takes the softmax and multiplies again, or
 scores all keys of some rows and takes the top k; autograd does the rest. Inputs are bf16, softmax,
@@ -14,14 +14,17 @@ from them, as on a CPU that has none.
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from origin import origin
 from torch import Tensor
 
 from winnow import _lib
@@ -191,6 +194,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=128, help="query rows")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--without-bf16-instructions", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     options = parser.parse_args()
     if options.without_bf16_instructions:  # oneDNN reads it before its first product
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_VNNI"
@@ -203,6 +207,7 @@ def main() -> int:
     print()
     print(f"{'':47} {'winnow':>9} {'eager':>9} {'rows':>5} {'faster':>7} {'wanted':>7}  agreement")
     all_agree = True
+    results = []
     for race in races(options.rows):
         sizes = [n for n in CHUNKS if n == 1 or n * race.work.row_bytes <= MOST_CHUNK_BYTES]
         race.theirs(sizes[0])  # warms up
@@ -213,12 +218,23 @@ def main() -> int:
             (seconds(lambda: race.ours(execution)), seconds(lambda: race.theirs(size)))  # noqa: B023
             for _ in range(options.repeat)
         ]
-        ours, theirs = (statistics.median(column) for column in zip(*samples, strict=True))
+        columns = dict(zip(("winnow", "eager PyTorch"), zip(*samples, strict=True), strict=True))
+        kinds = {"ms": statistics.median, "fastest_ms": min, "slowest_ms": max}
+        figures = {
+            kind: {who: function(column) * 1e3 for who, column in columns.items()}
+            for kind, function in kinds.items()
+        }
+        results.append({"race": race.name} | figures)
+        ours, theirs = (each * 1e-3 for each in figures["ms"].values())
         print(
             f"{race.name:47} {ours * 1e3:6.0f} ms {theirs * 1e3:6.0f} ms {size:5}"
             f" {theirs / ours:6.2f}x {race.wanted:6.1f}x  {'' if agree else 'DISAGREE, '}{text}",
             flush=True,
         )
+    if options.json is not None:
+        versions = {"torch": torch.__version__ + without}
+        figures = origin(_lib.backends()["cpu"]) | {"versions": versions, "results": results}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0 if all_agree else 1
 
 

@@ -9,8 +9,8 @@
 and writes commit, date, device and the times of each; it needs neither torch nor a compiler, and
 `run.sh tables FILE.json` does it from a bundle of scripts/gpu_bundle.sh. `measure-cpu` runs the
 list of `winnow bench` on this machine's CPU. `write` puts the tables of docs/performance/h200.json
-and cpu.json, and of peers-h200.json, which against_peers.py --json writes, between their markers in
-the page; without such a file its tables stay as they are.
+and cpu.json, and of peers-h200.json and eager.json, which against_peers.py and against_eager.py
+write, between their markers in the page; without such a file its tables stay as they are.
 """
 
 import argparse
@@ -29,6 +29,7 @@ PAGE = ROOT / "docs" / "performance.md"
 FIGURES = ROOT / "docs" / "performance" / "h200.json"
 PEERS = ROOT / "docs" / "performance" / "peers-h200.json"
 CPU = ROOT / "docs" / "performance" / "cpu.json"
+EAGER = ROOT / "docs" / "performance" / "eager.json"
 KEPT = ("call", "kernel", "median_seconds", "fastest_seconds", "slowest_seconds", "repeats")
 
 
@@ -210,7 +211,8 @@ def in_unit(*seconds: float) -> list[str]:
     """Three digits each, in the unit that fits the first."""
     units = ((0.9995, 1.0, "s"), (0.9995e-4, 1e3, "ms"), (0.0, 1e6, "us"))
     factor, unit = next((factor, unit) for least, factor, unit in units if seconds[0] >= least)
-    digits = [f"{each * factor:#.3g}".rstrip(".") for each in seconds]
+    values = [each * factor for each in seconds]
+    digits = [f"{x:#.3g}".rstrip(".") if x < 999.5 else f"{x:.0f}" for x in values]
     return [f"{digits[0]} {unit}", *digits[1:]]
 
 
@@ -311,21 +313,22 @@ def with_table(page: str, name: str, text: str) -> str:
     return page
 
 
-def tables(figures: Path, peers: Path, cpu: Path) -> Iterator[tuple[str, str]]:
+def tables(figures: Path, peers: Path, cpu: Path, eager: Path) -> Iterator[tuple[str, str]]:
     """Names and texts of the tables that were measured."""
     if figures.exists():
         measured = json.loads(figures.read_text())
         for table in TABLES:
             yield table.name, table_of(table, measured)
-    if peers.exists():
-        yield "peers", peers_table(json.loads(peers.read_text()))
+    for name, races in (("peers", peers), ("eager", eager)):
+        if races.exists():
+            yield name, peers_table(json.loads(races.read_text()))
     if cpu.exists():
         yield "cpu", cpu_table(json.loads(cpu.read_text()))
 
 
-def written(page: str, figures: Path = FIGURES, peers: Path = PEERS, cpu: Path = CPU) -> str:
-    """The page with the tables of these files."""
-    for name, text in tables(figures, peers, cpu):
+def written(page: str) -> str:
+    """The page with the tables of docs/performance."""
+    for name, text in tables(FIGURES, PEERS, CPU, EAGER):
         page = with_table(page, name, text)
     return page
 
