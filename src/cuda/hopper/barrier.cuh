@@ -22,6 +22,12 @@ struct Barrier {
   __device__ void arrive() {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&state)) : "memory");
   }
+  /// Arrives for so many threads.
+  __device__ void arrive(int threads) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state)),
+                 "r"(threads)
+                 : "memory");
+  }
   /// Keeps the phase open until TMA has written that many bytes.
   __device__ void expect(int bytes) {
     asm volatile(

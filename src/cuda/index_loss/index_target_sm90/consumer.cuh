@@ -81,14 +81,15 @@ class Consumer {
   template <class Between>
   __device__ Block multiply(Products& products, const Between& between) {
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-    const BlockInfo& info = shared_.info[products_.stage()];
+    const BlockInfo& shared_info = shared_.info[products_.stage()];
     Block block;
     const auto begin = [&] {
+      const BlockInfo info = broadcast(shared_info);
       const int slot = info.first_slot + thread;
       block.target = thread < kBlock && slot < params_.topk ? row_ + slot : nullptr;
-      block.has_key = info.valid[thread / 32 % 2] >> thread % 32 & 1;
+      const std::uint32_t valid = thread / 32 % 2 == 0 ? info.valid[0] : info.valid[1];
+      block.has_key = valid >> thread % 32 & 1;
       block.is_last = info.is_last;
-      __syncwarp();  // the warp has read info: lane 0 may free the chunk
       if constexpr (kTurns) acquire_tensor_cores(side());
     };
     // cp.async writes through the generic proxy.

@@ -26,11 +26,21 @@ struct Parameters {
 };
 
 /// What the producers tell the consumers about a block of keys.
-struct BlockInfo {
+struct alignas(16) BlockInfo {
   std::uint32_t valid[kBlock / 32];  // a bit a slot: whether it holds a key
   std::int32_t first_slot;
   bool is_last;  // of its row
 };
+
+/// Gives every lane what lane 0 reads, which then may free it.
+__device__ inline BlockInfo broadcast(const BlockInfo& shared) {
+  BlockInfo info{};
+  if (threadIdx.x % 32 == 0) info = shared;
+  const auto from_lane_0 = [](auto word) { return __shfl_sync(0xffffffffu, word, 0); };
+  return {{from_lane_0(info.valid[0]), from_lane_0(info.valid[1])},
+          from_lane_0(info.first_slot),
+          from_lane_0(static_cast<int>(info.is_last)) != 0};
+}
 
 template <class Shape>
 struct SharedStorage {

@@ -74,9 +74,11 @@ class BlockProducts {
               q[i], stage + i / 4 * kTileBytes + tile_offset(row, i % 4 * 2 + offset.column / 8));
         }
       }
-      __syncwarp();  // the warp has read the block: lane 0 may free it
-      for (int chunk = 0; chunk < Shape::kChunks; ++chunk) {
-        if (lane == 0) ring_.free[state_.stage][chunk].arrive();
+      // Each lane frees for itself the chunk that is refilled first: racecheck does not follow one
+      // lane that does it for its warp. Lane 0 suffices for the others.
+      ring_.free[state_.stage][0].arrive();
+      for (int chunk = 1; chunk < Shape::kChunks; ++chunk) {
+        if (lane == 0) ring_.free[state_.stage][chunk].arrive(32);
       }
       state_.next();
     }
@@ -121,8 +123,9 @@ class BlockProducts {
   }
 
  private:
+  /// Lane 0 frees for its warp what wgmma has read.
   __device__ void release() {
-    if (pending_ != nullptr && threadIdx.x % 32 == 0) pending_->arrive();
+    if (pending_ != nullptr && threadIdx.x % 32 == 0) pending_->arrive(32);
   }
 
   KeyRing<Shape>& ring_;

@@ -50,7 +50,7 @@ struct KeyRing {
     for (int stage = 0; stage < kStages; ++stage) {
       for (int chunk = 0; chunk < Shape::kChunks; ++chunk) {
         full[stage][chunk].init(arrivals + (has_info && chunk == 0 ? 1 : 0));
-        free[stage][chunk].init(Shape::kConsumerWarps);
+        free[stage][chunk].init(Shape::kConsumerThreads);
       }
     }
     fence_barrier_init();

@@ -66,24 +66,30 @@ struct BoundStorage {
   uint4 exponentials[4][kWarpgroup];  // exp(s - lse) of a block, as the lanes hold them
   float p_sums[4][kBlock];            // of a warp's heads
   float ds_sums[4][kBlock];           // likewise
-  std::int32_t keys[kBoundStages][kBlock];
-  Barrier full[kBoundStages];  // rows and keys of a stage have landed
-  Barrier free[kBoundStages];  // they are no longer in use
-  Barrier exponentials_full;   // exponentials and p_sums are written
-  Barrier exponentials_free;   // these and ds_sums are no longer in use
+  Barrier full[kBoundStages];         // the rows of a stage have landed
+  Barrier free[kBoundStages];         // they are no longer in use
+  Barrier exponentials_full;          // exponentials and p_sums are written
+  Barrier exponentials_free;          // these and ds_sums are no longer in use
 
   __device__ void init() {
     for (int stage = 0; stage < kBoundStages; ++stage) {
-      // Each producer arrives for its copies, one of eight lanes also for the keys it writes.
-      full[stage].init(kWarpgroup + kWarpgroup / 8);
-      free[stage].init(2 * kWarpgroup / 32);
+      full[stage].init(kWarpgroup);  // each producer arrives for its copies
+      free[stage].init(2 * kWarpgroup);
     }
     exponentials_full.init(kWarpgroup);
-    exponentials_free.init(kWarpgroup / 32);
+    exponentials_free.init(kWarpgroup);
     fence_barrier_init();
   }
 };
 static_assert(sizeof(BoundStorage<kMaxTiles>) <= 227 * 1024);
+
+/// The key in a slot of an item; -1: none.
+template <class T>
+__device__ std::int32_t key_of(const BackwardSm90Parameters<T>& call, const Item& item, int slot) {
+  if (slot >= item.slots) return -1;
+  const std::int32_t key = __ldg(call.indices + item.t * call.indices_stride + slot);
+  return key < call.keys ? key : -1;
+}
 
 /// Warpgroup 0: gathers Q and d_out of an item, then its keys.
 template <class T, int kTiles>
@@ -97,8 +103,7 @@ class BoundProducer {
     for (int number = static_cast<int>(blockIdx.x); number < call.items;
          number += static_cast<int>(gridDim.x)) {
       const Item item = item_of(call, number);
-      const std::int32_t* const indices = call.indices + item.t * call.indices_stride;
-      std::int32_t next = load_key(indices, item, 0);
+      std::int32_t next = own_key(item, 0);
       const int heads = call.heads - item.first_head;
       const int own_head = row_of(lane() % kRows);
       const int head = own_head < heads ? own_head : -1;
@@ -109,8 +114,8 @@ class BoundProducer {
           call.d_out + item.t * call.d_out_token_stride + item.first_head * call.d_out_head_stride,
           call.d_out_head_stride, head);
       for (int block = 0; block < item.blocks; ++block) {
-        const std::int32_t key = next < call.keys ? next : -1;
-        next = load_key(indices, item, block + 1);  // arrives during the copies
+        const std::int32_t key = next;
+        next = own_key(item, block + 1);  // arrives during the copies
         copy<kTiles>(call.kv, call.kv_stride, key);
       }
     }
@@ -123,10 +128,8 @@ class BoundProducer {
   __device__ static int row_of(int i) { return static_cast<int>(threadIdx.x) / 8 + i * kGroups; }
 
   /// The key of row_of(i) for lane i of eight, i < kRows.
-  __device__ static std::int32_t load_key(const std::int32_t* indices, const Item& item,
-                                          int block) {
-    const int slot = block * kBlock + row_of(lane() % kRows);
-    return slot < item.slots ? __ldg(indices + slot) : -1;
+  __device__ std::int32_t own_key(const Item& item, int block) const {
+    return key_of(params_.call, item, block * kBlock + row_of(lane() % kRows));
   }
 
   /// Copies rows of a tensor into the next stage; `row` is that of row_of(i) for lane i of eight,
@@ -138,7 +141,6 @@ class BoundProducer {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const std::int32_t from_row = __shfl_sync(0xffffffffu, row, i, 8);
-      if (lane() == 0) shared_.keys[state_.stage][row_of(i)] = from_row;
       const T* const from = tensor + (from_row < 0 ? 0 : from_row) * stride + lane() * 8;
       const std::uint32_t to = stage + tile_offset(row_of(i), lane());
 #pragma unroll
@@ -146,7 +148,6 @@ class BoundProducer {
         copy_16_bytes(to + tile * kTileBytes, from + tile * kTileColumns, from_row >= 0);
       }
     }
-    if (lane() == 0) shared_.full[state_.stage].arrive();
     shared_.full[state_.stage].arrive_after_copies();
     state_.next();
   }
@@ -165,7 +166,7 @@ class BoundOperand {
   /// Passes a stage by that the other consumer reads.
   __device__ void skip() {
     shared_.full[state_.stage].wait(state_.phase);
-    release();
+    release_for_warp();
   }
 
   /// Loads the operand from a stage.
@@ -179,19 +180,15 @@ class BoundOperand {
       load_fragments(rows_[i], shared_.stages[state_.stage][i / 4] +
                                    tile_offset(row, i % 4 * 2 + offset.column / 8));
     }
-    release();
+    shared_.free[state_.stage].arrive();  // each lane: racecheck does not follow one for its warp
+    state_.next();
   }
 
-  /// Waits for a block of keys.
-  __device__ const std::int32_t (&wait())[kBlock] {
+  /// Computes the products of the operand and the next block of keys, whose stage is free then. The
+  /// consumers take turns: otherwise both would multiply at the same time, and then none.
+  __device__ void multiply(float (&products)[32], int side) {
     shared_.full[state_.stage].wait(state_.phase);
     fence_proxy_async();  // cp.async writes through the generic proxy
-    return shared_.keys[state_.stage];
-  }
-
-  /// Computes the products of the operand and the block, whose stage is free then. The consumers
-  /// take turns: otherwise both would multiply at the same time, and then none.
-  __device__ void multiply(float (&products)[32], int side) {
     const std::uint32_t stage = shared_address(shared_.stages[state_.stage]);
     acquire_tensor_cores(side);
     wgmma_fence();
@@ -203,13 +200,13 @@ class BoundOperand {
     wgmma_commit();
     hand_over_tensor_cores(1 - side);
     wgmma_wait<0>();
-    release();
+    release_for_warp();
   }
 
  private:
-  __device__ void release() {
-    __syncwarp();  // the warp has read the stage
-    if (threadIdx.x % 32 == 0) shared_.free[state_.stage].arrive();
+  /// Frees a stage of which the lanes have read nothing themselves.
+  __device__ void release_for_warp() {
+    if (threadIdx.x % 32 == 0) shared_.free[state_.stage].arrive(32);
     state_.next();
   }
 
@@ -267,7 +264,6 @@ __device__ void bound_probabilities(const BoundParameters<T>& params,
     q.skip();
     const int end = blocks + item_of(params.call, number).blocks;
     for (; blocks < end; ++blocks) {
-      q.wait();
       float s[32];
       q.multiply(s, 0);
       std::uint32_t p[16];
@@ -306,9 +302,9 @@ __device__ void bound_gradients(const BoundParameters<T>& params, BoundStorage<k
     const float sizes[2] = {params.sizes[head].x, params.sizes[head + 8].x};
     d_out.skip();
     d_out.load();
-    const int end = blocks + item_of(params.call, number).blocks;
-    for (; blocks < end; ++blocks) {
-      const std::int32_t key = d_out.wait()[thread % kBlock];
+    const Item item = item_of(params.call, number);
+    for (int block = 0; block < item.blocks; ++block, ++blocks) {
+      const std::int32_t key = key_of(params.call, item, block * kBlock + thread % kBlock);
       float dp[32];
       d_out.multiply(dp, 1);
       shared.exponentials_full.wait(blocks);
@@ -334,8 +330,7 @@ __device__ void bound_gradients(const BoundParameters<T>& params, BoundStorage<k
         // The rounding of these sums, and of the tensor cores', is far below 2^-10.
         add_bound(params.bounds + std::int64_t{key} * kBoundBins, bound * (1 + 0x1p-10f));
       }
-      __syncwarp();
-      if (lane == 0) shared.exponentials_free.arrive();
+      shared.exponentials_free.arrive();
     }
   }
 }
