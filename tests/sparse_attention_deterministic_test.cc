@@ -129,6 +129,29 @@ TEST(SparseAttentionDeterministic, WhatIsNotFiniteStaysWithItsKeysAndRepeats) {
 }
 
 // Rows without keys change which thread block takes a row, and when.
+/// More rows than a GPU has multiprocessors, several blocks of keys each, two groups of heads.
+TEST(SparseAttentionDeterministic, RowsOfSeveralBlocksRepeat) {
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
+    if (execution.backend == Backend::reference) return;
+    for (const std::int64_t qk_dim : {576, 512}) {
+      const Attention a = filled({.tokens = 140,
+                                  .keys = 200,
+                                  .heads = 70,
+                                  .qk_dim = qk_dim,
+                                  .v_dim = 512,
+                                  .topk = 150,
+                                  .scale = 0.0625F},
+                                 68);
+      const AttentionForwardWork work(a, harness::device_of(execution.backend));
+      if (!is_taken(work.args, execution)) continue;
+      const AttentionOutputs outputs = forward(a, execution);
+      const AttentionGradients gradients = backward(a, outputs, deterministic(execution));
+      expect_same_bits(backward(a, outputs, deterministic(execution)), gradients);
+      expect_close(a, gradients, backward(a, outputs, execution));
+    }
+  });
+}
+
 TEST(SparseAttentionDeterministic, OnCudaRowsWithoutKeysChangeNoBit) {
   const std::vector<Backend> backends = harness::usable_backends();
   if (std::find(backends.begin(), backends.end(), Backend::cuda) == backends.end()) GTEST_SKIP();
