@@ -19,10 +19,9 @@ using namespace winnow::hopper;
 
 constexpr int kRows = 64;  // rows of A and of the product
 constexpr int kSteps = 4;  // wgmmas, each over 32 bytes along K: together one row of a tile
-constexpr int kSliceBytes = kRows * 32;
 
 /// How an operand is passed to wgmma. `registers` is for A, loaded from row-major memory.
-enum class Layout { registers, k_major, mn_major, slices };
+enum class Layout { registers, k_major, mn_major };
 
 struct SharedStorage {
   std::byte a[kRows * kTileRowBytes];
@@ -41,16 +40,6 @@ __device__ void store_tiles(std::byte* tiles, const void* matrix, int rows, int 
   }
 }
 
-/// Stores rows of kSteps * 32 bytes into consecutive slices.
-__device__ void store_slices(std::byte* slices, const void* matrix) {
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * kSteps * 2; i += kWarpgroup) {
-    const int row = i / (kSteps * 2);
-    const int piece = i % (kSteps * 2);
-    *reinterpret_cast<uint4*>(slices + piece / 2 * kSliceBytes + slice_offset(row, piece % 2)) =
-        static_cast<const uint4*>(matrix)[i];
-  }
-}
-
 /// An operand of `size` rows of A or columns of B, with the K extent of kSteps wgmmas.
 template <class T, Layout kLayout>
 __device__ void store_operand(std::byte* shared, const T* operand, int size) {
@@ -58,8 +47,6 @@ __device__ void store_operand(std::byte* shared, const T* operand, int size) {
     store_tiles(shared, operand, size, kTileRowBytes);
   } else if constexpr (kLayout == Layout::mn_major) {
     store_tiles(shared, operand, kTileColumns, size * static_cast<int>(sizeof(T)));
-  } else if constexpr (kLayout == Layout::slices) {
-    store_slices(shared, operand);
   }
 }
 
@@ -68,10 +55,8 @@ __device__ std::uint64_t descriptor(const std::byte* shared, int step) {
   const std::uint32_t address = shared_address(shared);
   if constexpr (kLayout == Layout::k_major) {
     return k_major(address) + step * kNextKMajor;
-  } else if constexpr (kLayout == Layout::mn_major) {
-    return mn_major(address, kTileColumns * kTileRowBytes) + step * kNextMnMajor;
   } else {
-    return k_major_slice(address) + step * (kSliceBytes >> 4);
+    return mn_major(address, kTileColumns * kTileRowBytes) + step * kNextMnMajor;
   }
 }
 
@@ -115,19 +100,17 @@ __global__ void product_kernel(const T* a, const T* b, float* d, bool accumulate
     const int adds = accumulate || step > 0;
     if constexpr (kA == Layout::registers && kColumns == 64) {
       multiply_64x64x16<T, kB == Layout::mn_major>(sums, fragments[step], to_b, adds);
-    } else if constexpr (kA == Layout::registers) {
-      multiply_64x48x16<T>(sums, fragments[step], to_b, adds);
+    } else if constexpr (kA == Layout::registers && kColumns == 256) {
+      multiply_64x256x16<T>(sums, fragments[step], to_b, adds);
     } else if constexpr (kColumns == 16) {
       multiply_64x16x16<T, kA == Layout::mn_major>(sums, descriptor<kA>(shared.a, step), to_b,
                                                    adds);
     } else if constexpr (kColumns == 32) {
       multiply_64x32x16<T>(sums, descriptor<kA>(shared.a, step), to_b, adds);
-    } else if constexpr (kColumns == 48) {
-      multiply_64x48x16<T>(sums, descriptor<kA>(shared.a, step), to_b, adds);
     } else if constexpr (kColumns == 64) {
       multiply_64x64x16<T, kA == Layout::mn_major, kB == Layout::mn_major>(
           sums, descriptor<kA>(shared.a, step), to_b, adds);
-    } else if constexpr (kA == Layout::slices) {
+    } else if constexpr (kB == Layout::mn_major) {
       multiply_64x256x16<T>(sums, descriptor<kA>(shared.a, step), to_b, adds);
     } else {
       multiply_64x256_k_major<T>(sums, descriptor<kA>(shared.a, step), to_b, adds);
@@ -200,14 +183,6 @@ TEST_F(Wgmma, Of32ColumnsTakesHalfOfAnMnMajorTile) {
   expect_products_of_two_byte_types<32, Layout::mn_major, Layout::mn_major>();
 }
 
-TEST_F(Wgmma, Of48ColumnsTakesAFromRegisters) {
-  expect_products_of_two_byte_types<48, Layout::registers, Layout::k_major>();
-}
-
-TEST_F(Wgmma, Of48ColumnsTakesAFromSharedMemory) {
-  expect_products_of_two_byte_types<48, Layout::k_major, Layout::k_major>();
-}
-
 TEST_F(Wgmma, Of64ColumnsTakesAFromRegisters) {
   expect_products_of_two_byte_types<64, Layout::registers, Layout::k_major>();
   expect_products_of_two_byte_types<64, Layout::registers, Layout::mn_major>();
@@ -220,8 +195,9 @@ TEST_F(Wgmma, Of64ColumnsTakesEachOperandInEitherOrder) {
   expect_products_of_two_byte_types<64, Layout::mn_major, Layout::mn_major>();
 }
 
-TEST_F(Wgmma, Of256ColumnsTakesSlicesOfAAndRowsOfB) {
-  expect_products_of_two_byte_types<256, Layout::slices, Layout::mn_major>();
+TEST_F(Wgmma, Of256ColumnsTakesRowsOfBAndAFromEitherMemory) {
+  expect_products_of_two_byte_types<256, Layout::k_major, Layout::mn_major>();
+  expect_products_of_two_byte_types<256, Layout::registers, Layout::mn_major>();
 }
 
 TEST_F(Wgmma, Of256ColumnsTakesKMajorOperandsOfEveryType) {

@@ -34,6 +34,13 @@ __device__ inline void copy_box(void* shared, const CUtensorMap& map, Barrier& b
       : "memory");
 }
 
+/// Prefetches such a box into L2.
+__device__ inline void prefetch_box(const CUtensorMap& map, int column, int row, int plane) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(&map),
+               "r"(column), "r"(row), "r"(plane)
+               : "memory");
+}
+
 /// Copies the box that begins at element (column, row, plane, volume).
 __device__ inline void copy_box(void* shared, const CUtensorMap& map, Barrier& barrier, int column,
                                 int row, int plane, int volume) {

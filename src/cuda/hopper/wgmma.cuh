@@ -42,19 +42,6 @@ __device__ inline std::uint64_t mn_major(std::uint32_t shared_address, std::uint
 }
 inline constexpr std::uint64_t kNextMnMajor = 2048 >> 4;
 
-/// The descriptor of a K-major operand with 16 elements of k a row, 32 bytes, and the 32-byte
-/// swizzle (P): the 16-byte piece c of row r is stored at piece c ^ (r / 4 % 2). It starts at a
-/// multiple of 256 bytes.
-__device__ inline std::uint64_t k_major_slice(std::uint32_t shared_address) {
-  constexpr std::uint64_t kEightRows = 256 >> 4;
-  return (std::uint64_t{3} << 62) | (kEightRows << 32) | (std::uint64_t{1} << 16) |
-         ((shared_address & 0x3ffff) >> 4);
-}
-/// The byte offset of the 16-byte piece `piece` of row `row` in such an operand.
-__device__ inline std::uint32_t slice_offset(int row, int piece) {
-  return row * 32 + ((piece ^ ((row >> 2) & 1)) << 4);
-}
-
 /// Called before the first product of a group, after writes to registers that it reads or
 /// accumulates in.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -146,60 +133,6 @@ __device__ inline void multiply_64x32x16(float (&d)[16], std::uint64_t a, std::u
   }
 }
 
-/// d (64 x 48) += A (64 x 16, registers) * B (48 x 16, K-major)^T.
-template <class T>
-__device__ inline void multiply_64x48x16(float (&d)[24], const std::uint32_t (&a)[4],
-                                         std::uint64_t b, int accumulate) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %29, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {" WINNOW_REGISTERS_24
-        "}, {%24, %25, %26, %27}, %28, p, 1, 1, 0;\n"
-        "}\n"
-        : WINNOW_OPERANDS_24(d)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-  } else {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %29, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {" WINNOW_REGISTERS_24
-        "}, {%24, %25, %26, %27}, %28, p, 1, 1, 0;\n"
-        "}\n"
-        : WINNOW_OPERANDS_24(d)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-  }
-}
-
-/// d (64 x 48) += A (64 x 16, K-major, shared memory) * B (48 x 16, K-major)^T.
-template <class T>
-__device__ inline void multiply_64x48x16(float (&d)[24], std::uint64_t a, std::uint64_t b,
-                                         int accumulate) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %26, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {" WINNOW_REGISTERS_24
-        "}, %24, %25, p, 1, 1, 0, 0;\n"
-        "}\n"
-        : WINNOW_OPERANDS_24(d)
-        : "l"(a), "l"(b), "r"(accumulate));
-  } else {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %26, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {" WINNOW_REGISTERS_24
-        "}, %24, %25, p, 1, 1, 0, 0;\n"
-        "}\n"
-        : WINNOW_OPERANDS_24(d)
-        : "l"(a), "l"(b), "r"(accumulate));
-  }
-}
-
 /// d (64 x 64) += A (64 x 16, registers) * B (16 x 64), which is K-major, or MN-major where the
 /// template argument is 1.
 template <class T, int kBMnMajor = 0>
@@ -280,6 +213,33 @@ __device__ inline void multiply_64x256x16(float (&d)[128], std::uint64_t a, std:
         "}\n"
         : WINNOW_OPERANDS_128(d)
         : "l"(a), "l"(b), "r"(accumulate));
+  }
+}
+
+/// d (64 x 256) += A (64 x 16, registers) * B (16 rows of four tiles, MN-major).
+template <class T>
+__device__ inline void multiply_64x256x16(float (&d)[128], const std::uint32_t (&a)[4],
+                                          std::uint64_t b, int accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %133, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WINNOW_REGISTERS_128
+        "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1;\n"
+        "}\n"
+        : WINNOW_OPERANDS_128(d)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %133, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" WINNOW_REGISTERS_128
+        "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1;\n"
+        "}\n"
+        : WINNOW_OPERANDS_128(d)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
   }
 }
 

@@ -2,34 +2,45 @@
 // Sparse attention, forward, on Hopper: 576/512 and 512/512, bf16 and f16.
 //
 // A work item is one query and 64 of its heads. Thread blocks are persistent and take every
-// gridDim.x-th item; the pipeline runs on from one item into the next.
+// gridDim.x-th item; the pipeline runs on from one item into the next. Blocks of 64 keys are worked
+// on in pairs, one of each math warpgroup; out has 512 columns, 256 of each.
 //
 // clang-format off
-// warpgroup 0, scores        For every block of 48 keys: S = Q K^T, online softmax in the log2
-//                            domain, P to shared memory. S of the next block is multiplied during
-//                            the softmax of this one. Five of the nine tiles of Q stay in
-//                            registers, the others in shared memory.
-// warpgroups 1, 2, values    out = P V, 256 of the 512 columns each. They are producers too: when a
-//                            block has been multiplied, they gather the third block after it into
-//                            its stage. They store out while warpgroup 0 is busy with the next
-//                            item.
+// warpgroup 0                     warpgroup 1                     warpgroup 2, producer
+//   S0 = Q K0^T, early tiles        S1 = Q K1^T, early tiles        finds blocks that have keys,
+//   out += P1 V1 of the pair        out += P0 V0                    tells what they hold,
+//     before, columns 0-255           columns 256-511               gathers each part as soon as
+//   S0, the other tiles             S1, the other tiles             its slices are free
+//   softmax: P0 to registers        softmax: P1 likewise
+//     and shared memory             last pair: load Q of the
+//   out += P0 V0                      next item by TMA
+//   last pair: lse, max_logits,     out += P1 V1
+//     normalizers; store out        last pair: store out
 //
-// barriers of a stage        full   its rows have landed
-//                            ready  P is written
-//                            free   out has used the stage
+// barriers   info_full  what a block holds is told
+//            full       a part of a block has landed
+//            free       out has used 16 keys of one half of a block's columns
+//            ready      P and the running maxima of a block are written
+//            q_full     Q of an item has landed
+//            finished   the normalizers of an item are written
 // clang-format on
 //
-// Shared memory: three stages of nine tiles (48 keys x 576 channels; the ninth holds the rope part
-// and, once S is done, P) and four tiles of Q: 194 KiB. Registers: 168 a thread (scores: 80 of Q
-// and twice 24 of S; values: 128 of out). The limit is the tensor cores; close to them are the
-// instructions of the softmax and, with many keys, the gather.
+// While one warpgroup is at its softmax, the other one multiplies the early tiles of its scores: as
+// many as have landed by the time that P is ready. The longest way is from one P to the next:
+// hand-over, P V of the other block, the other tiles of S, softmax. The running maximum goes from
+// block to block in their order, so both halves of out see the same. An item has whole pairs: where
+// its number of blocks is odd, the last block 1 is empty.
+//
+// Shared memory, 217 KiB: Q 72, two blocks of 72 each, whose rope tile holds P once S is done.
+// Registers: 216 a thread of math (128 of out, 32 of S, 16 of P, 16 of Q), 72 of the producer.
 #include <algorithm>
 #include <cstdint>
 
 #include "core/refusals.h"
 #include "cuda/common/runtime.h"
-#include "cuda/sparse_attention/forward_sm90/scores.cuh"
-#include "cuda/sparse_attention/forward_sm90/values.cuh"
+#include "cuda/common/tensor_map.h"
+#include "cuda/sparse_attention/forward_sm90/attend.cuh"
+#include "cuda/sparse_attention/forward_sm90/gather.cuh"
 #include "cuda/sparse_attention/kernels.h"
 
 namespace winnow::cuda {
@@ -39,25 +50,34 @@ using namespace sparse_attention::forward_sm90;
 
 template <class T, int kTiles>
 __global__ void __launch_bounds__(kThreads, 1)
-    sparse_attention_forward_kernel(const __grid_constant__ ForwardParameters params) {
+    sparse_attention_forward_kernel(const __grid_constant__ CUtensorMap q,
+                                    const __grid_constant__ ForwardParameters params) {
   extern __shared__ __align__(1024) std::byte memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      // Each gathering thread arrives for its copies, two of them for the info as well.
-      shared.full[i].init(kGatherThreads + 2);
-      shared.ready[i].init(kWarpgroup);
-      shared.free[i].init(kGatherThreads / 32);
+    prefetch(q);
+    for (int side = 0; side < 2; ++side) {
+      for (int i = 0; i < 2; ++i) {
+        shared.info_full[side][i].init(1);
+        for (Barrier& free : shared.free[side][i]) free.init(4);  // the warps of a warpgroup
+      }
+      for (Barrier& full : shared.full[side]) full.init(kWarpgroup);
+      shared.ready[side].init(kWarpgroup);
     }
+    shared.q_full.init(1);
+    shared.finished.init(kWarpgroup);
     fence_barrier_init();
   }
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
-    grow_registers<kRegisters>();
-    compute_scores<T, kTiles>(params, shared);
+    grow_registers<kMathRegisters>();
+    Attention<T, kTiles, 0>(params, q, shared).run();
+  } else if (threadIdx.x < 2 * kWarpgroup) {
+    grow_registers<kMathRegisters>();
+    Attention<T, kTiles, 1>(params, q, shared).run();
   } else {
-    grow_registers<kRegisters>();
-    compute_values<T, kTiles>(params, shared);
+    shrink_registers<kProducerRegisters>();
+    Gatherer<T, kTiles>(params, shared).run();
   }
 }
 
@@ -70,10 +90,10 @@ void launch_for(const SparseAttentionForward& args, const Execution& execution) 
       .shared_bytes = sizeof(SharedStorage),
       .stream = execution.stream,
   };
-  const bool has_rope = args.q.shape[2] == kStageTiles * kTileColumns;
-  launch(has_rope ? sparse_attention_forward_kernel<T, kStageTiles>
+  const bool has_rope = args.q.shape[2] == kMaxTiles * kTileColumns;
+  launch(has_rope ? sparse_attention_forward_kernel<T, kMaxTiles>
                   : sparse_attention_forward_kernel<T, kValueTiles>,
-         how, params);
+         how, make_tensor_map(args.q, {1, kHeads, kTileColumns}), params);
 }
 
 std::string why_not(const SparseAttentionForward& args, const Execution&) {
@@ -86,6 +106,8 @@ std::string why_not(const SparseAttentionForward& args, const Execution&) {
   if (!has_aligned_rows(args.q) || !has_aligned_rows(args.kv) || !has_aligned_rows(args.out)) {
     return sentence(refusal::takes_aligned_rows, "q, kv and out");
   }
+  if (args.q.shape[0] > 0 && !can_have_tensor_map(args.q))
+    return sentence(refusal::takes_dense_rows, "q");
   if (args.scale < 0) return refusal::takes_positive_scale;
   return {};
 }
