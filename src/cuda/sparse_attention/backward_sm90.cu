@@ -82,13 +82,17 @@ struct Destination {
   float* rows;  // of d_kv, or the terms of slots
   std::int64_t row_stride;
   Tensor d_sink;                     // summed over rows, or per row if deterministic
+  unsigned* progress = nullptr;      // where thread blocks keep pace: zero
   const ExactSums* exact = nullptr;  // whose quanta are added
 };
 
-/// Whether keys and their gradients stay in L2 whatever the order in which they are used.
-bool fits_l2(const SparseAttentionBackward& args) {
-  return args.kv.shape[0] * args.kv.shape[1] * 6 <= 40 << 20;
+/// Bytes of keys and of their gradients' sums.
+std::int64_t key_bytes(const SparseAttentionBackward& args) {
+  return args.kv.shape[0] * args.kv.shape[1] * 6;
 }
+
+/// Whether they stay in L2 whatever the order in which they are used.
+bool fits_l2(const SparseAttentionBackward& args) { return key_bytes(args) <= 40 << 20; }
 
 template <class T, KeyGradients kMode>
 void launch_for(const SparseAttentionBackward& args, const Destination& to,
@@ -98,6 +102,7 @@ void launch_for(const SparseAttentionBackward& args, const Destination& to,
   params.d_kv_stride = to.row_stride;
   params.d_sink = data_of<float>(to.d_sink);
   params.d_sink_stride = to.d_sink ? to.d_sink.stride[0] : 0;
+  params.progress = to.progress;
   params.delayed = fits_l2(args);
   if (to.exact != nullptr) {
     params.inverse_quanta = to.exact->inverse_quanta;
@@ -286,9 +291,17 @@ std::string why_not(const SparseAttentionBackward& args, const Execution& execut
   return {};
 }
 
+/// Whether thread blocks keep pace (phases.cuh), for which all rows need as many blocks. With fewer
+/// keys it costs as much as it gains: 3 % on lists of which neighbours have much in common.
+bool keeps_pace(const SparseAttentionBackward& args, const Execution& execution) {
+  return !execution.deterministic && !args.lengths && key_bytes(args) > 192 << 20 &&
+         execution.workspace_limit >= Workspace::bytes({sizeof(unsigned)});
+}
+
 std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution) {
-  // Both are sums of slices; the copy comes on top of the limit.
-  return Workspace::bytes({key_copy_bytes(args.d_kv)}) + bytes_of(plan_in_order(args, execution));
+  // All are sums of slices; the copy comes on top of the limit.
+  return Workspace::bytes({key_copy_bytes(args.d_kv)}) + bytes_of(plan_in_order(args, execution)) +
+         Workspace::bytes({keeps_pace(args, execution) ? sizeof(unsigned) : 0});
 }
 
 void run(const SparseAttentionBackward& args, const Execution& execution) {
@@ -305,8 +318,17 @@ void run(const SparseAttentionBackward& args, const Execution& execution) {
     if (execution.deterministic) {
       run_in_order(args, plan, sums, workspace, execution);
     } else {
-      start<KeyGradients::added>(
-          args, {.rows = sums.data, .row_stride = sums.stride, .d_sink = args.d_sink}, execution);
+      unsigned* progress = nullptr;
+      if (keeps_pace(args, execution)) {
+        progress = workspace.take<unsigned>(1);
+        cuda_check(cudaMemsetAsync(progress, 0, sizeof(unsigned), execution.stream));
+      }
+      start<KeyGradients::added>(args,
+                                 {.rows = sums.data,
+                                  .row_stride = sums.stride,
+                                  .d_sink = args.d_sink,
+                                  .progress = progress},
+                                 execution);
     }
   }
   finish_key_sums(sums, args.d_kv, execution.stream);

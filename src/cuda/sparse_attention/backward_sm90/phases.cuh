@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// How far the thread blocks are through their items at the same time. Where keys and their
-// gradients fit into L2, blocks had better be at different places: otherwise all load their next
-// items at once. That changes no result.
+// How far the thread blocks are through their lists at the same time. All lists ascend, so that a
+// block sweeps over the keys once an item.
+//
+// Where keys and their gradients fit into L2, blocks had better be at different keys: otherwise all
+// load their next items at once. Where they do not fit, blocks had better be at the same keys,
+// which stay in L2 for so long. Neither changes a result.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +27,37 @@ __device__ void delay_start(const BackwardSm90Parameters<T>& params) {
   const std::int64_t delay = most * (block - with_more) / (grid - with_more);
   const std::int64_t start = clock64();
   while (clock64() - start < delay) __nanosleep(500);
+}
+
+/// Waits until three quarters of the thread blocks, on average, begin the item before which there
+/// were `items`. All items have the same number of keys. Called by one thread. If the others do not
+/// come, since they do not run at the same time, the wait ends, and no block waits again.
+__device__ inline void keep_pace(unsigned* progress, int items) {
+  const unsigned awaited = gridDim.x * items + gridDim.x * 3 / 4;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      ".reg .u32 arrived, polls;\n"
+      "red.relaxed.gpu.global.add.u32 [%0], 1;\n"
+      "mov.u32 polls, 0;\n"
+      "again:\n"
+      "ld.relaxed.gpu.global.u32 arrived, [%0];\n"
+      "setp.ge.u32 done, arrived, %1;\n"
+      "@done bra end;\n"
+      "nanosleep.u32 1000;\n"
+      "add.u32 polls, polls, 1;\n"
+      "setp.lt.u32 done, polls, 200;\n"
+      "@done bra again;\n"
+      "red.relaxed.gpu.global.max.u32 [%0], 0x80000000;\n"
+      "end:\n"
+      "}\n" ::"l"(progress),
+      "r"(awaited)
+      : "memory");
+}
+
+/// Called after a thread block's last item: others no longer wait.
+__device__ inline void end_pace(unsigned* progress) {
+  asm volatile("red.relaxed.gpu.global.max.u32 [%0], 0x80000000;" ::"l"(progress) : "memory");
 }
 
 }  // namespace winnow::cuda::sparse_attention::backward_sm90

@@ -11,6 +11,7 @@
 #include "cuda/sparse_attention/backward_sm90/block_scores.cuh"
 #include "cuda/sparse_attention/backward_sm90/constants.cuh"
 #include "cuda/sparse_attention/backward_sm90/d_q.cuh"
+#include "cuda/sparse_attention/backward_sm90/phases.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {
@@ -133,6 +134,9 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
        number += static_cast<int>(gridDim.x), ++items) {
     // The others still compute and add the last gradients of the item before; its keys are no
     // longer needed.
+    if (kMode == KeyGradients::added && threadIdx.x == 0 && params.progress != nullptr) {
+      keep_pace(params.progress, items);
+    }
     const Item item = item_of(params, number);
     gatherer.start_item(item);
     if constexpr (kMode != KeyGradients::exact) {
@@ -215,6 +219,9 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
     if constexpr (kRope) {
       store_d_q(params, item_of(params, number), d_q, kValueTiles * kTileColumns);
     }
+  }
+  if (kMode == KeyGradients::added && threadIdx.x == 0 && params.progress != nullptr) {
+    end_pace(params.progress);
   }
 }
 
