@@ -94,6 +94,13 @@ std::int64_t key_bytes(const SparseAttentionBackward& args) {
 /// Whether they stay in L2 whatever the order in which they are used.
 bool fits_l2(const SparseAttentionBackward& args) { return key_bytes(args) <= 40 << 20; }
 
+/// How many blocks of keys a thread block may be ahead of others, so that what they use of the keys
+/// stays in L2.
+int most_lead(const SparseAttentionBackward& args) {
+  const std::int64_t blocks = (args.indices.shape[1] + kBlock - 1) / kBlock;
+  return static_cast<int>(std::max<std::int64_t>(blocks * (12 << 20) / key_bytes(args), 1));
+}
+
 template <class T, KeyGradients kMode>
 void launch_for(const SparseAttentionBackward& args, const Destination& to,
                 const Execution& execution) {
@@ -103,6 +110,7 @@ void launch_for(const SparseAttentionBackward& args, const Destination& to,
   params.d_sink = data_of<float>(to.d_sink);
   params.d_sink_stride = to.d_sink ? to.d_sink.stride[0] : 0;
   params.progress = to.progress;
+  if (to.progress != nullptr) params.lead = most_lead(args);
   params.delayed = fits_l2(args);
   if (to.exact != nullptr) {
     params.inverse_quanta = to.exact->inverse_quanta;
@@ -291,10 +299,9 @@ std::string why_not(const SparseAttentionBackward& args, const Execution& execut
   return {};
 }
 
-/// Whether thread blocks keep pace (phases.cuh), for which all rows need as many blocks. With fewer
-/// keys it costs as much as it gains: 3 % on lists of which neighbours have much in common.
+/// Whether thread blocks keep pace (phases.cuh).
 bool keeps_pace(const SparseAttentionBackward& args, const Execution& execution) {
-  return !execution.deterministic && !args.lengths && key_bytes(args) > 192 << 20 &&
+  return !execution.deterministic && !fits_l2(args) &&
          execution.workspace_limit >= Workspace::bytes({sizeof(unsigned)});
 }
 

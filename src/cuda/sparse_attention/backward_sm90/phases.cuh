@@ -29,20 +29,34 @@ __device__ void delay_start(const BackwardSm90Parameters<T>& params) {
   while (clock64() - start < delay) __nanosleep(500);
 }
 
-/// Waits until three quarters of the thread blocks, on average, begin the item before which there
-/// were `items`. All items have the same number of keys. Called by one thread. If the others do not
-/// come, since they do not run at the same time, the wait ends, and no block waits again.
-__device__ inline void keep_pace(unsigned* progress, int items) {
-  const unsigned awaited = gridDim.x * items + gridDim.x * 3 / 4;
+/// Counts a block of 64 keys. Called by all threads of a warpgroup, of which the first one counts.
+/// There is no branch for the compiler to see, which would spill registers.
+__device__ inline void count_block(unsigned* progress) {
+  asm volatile(
+      "{\n"
+      ".reg .pred counts, is_first;\n"
+      ".reg .u32 thread;\n"
+      "mov.u32 thread, %%tid.x;\n"
+      "setp.ne.u64 counts, %0, 0;\n"
+      "setp.eq.and.u32 is_first, thread, 0, counts;\n"
+      "@is_first red.relaxed.gpu.global.add.u32 [%0], 1;\n"
+      "}\n" ::"l"(progress)
+      : "memory");
+}
+
+/// Waits until thread blocks have counted on average `lead` blocks of keys less than this one,
+/// which has counted `blocks`. Called by one thread. If the others do not come, since they do not
+/// run at the same time, the wait ends, and no thread block waits again.
+__device__ inline void keep_pace(unsigned* progress, int blocks, int lead) {
+  const unsigned awaited = gridDim.x * static_cast<unsigned>(max(blocks - lead, 0));
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
-      ".reg .u32 arrived, polls;\n"
-      "red.relaxed.gpu.global.add.u32 [%0], 1;\n"
+      ".reg .u32 counted, polls;\n"
       "mov.u32 polls, 0;\n"
       "again:\n"
-      "ld.relaxed.gpu.global.u32 arrived, [%0];\n"
-      "setp.ge.u32 done, arrived, %1;\n"
+      "ld.relaxed.gpu.global.u32 counted, [%0];\n"
+      "setp.ge.u32 done, counted, %1;\n"
       "@done bra end;\n"
       "nanosleep.u32 1000;\n"
       "add.u32 polls, polls, 1;\n"

@@ -135,7 +135,7 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
     // The others still compute and add the last gradients of the item before; its keys are no
     // longer needed.
     if (kMode == KeyGradients::added && threadIdx.x == 0 && params.progress != nullptr) {
-      keep_pace(params.progress, items);
+      keep_pace(params.progress, blocks, params.lead);
     }
     const Item item = item_of(params, number);
     gatherer.start_item(item);
@@ -214,6 +214,7 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
         sync_score_warps();  // all warps' products have read the rope tile: it may be overwritten
       }
       shared.kv_free.wait(blocks);
+      if constexpr (kMode == KeyGradients::added) count_block(params.progress);
       if (blocks + 1 < end) gatherer.gather((blocks + 1) % 2);
     }
     if constexpr (kRope) {
