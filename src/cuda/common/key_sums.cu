@@ -65,13 +65,42 @@ __global__ void __launch_bounds__(kThreads)
        i += step) {
     const std::int64_t key = i / sums.dim;
     const std::int64_t d = i % sums.dim;
-    const std::int64_t place = sums.order == ColumnOrder::fragments ? fragment_place(d) : d;
-    d_keys[key * stride + d] = from_float<T>(sums.data[key * sums.stride + place]);
+    d_keys[key * stride + d] = from_float<T>(sums.data[key * sums.stride + d]);
+  }
+}
+
+/// Rounds rows in fragment order, which begin at 16-byte boundaries on both sides. A warp takes a
+/// row, a lane four columns at a time.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    round_fragments_kernel(KeySums sums, T* d_keys, std::int64_t stride) {
+  wait_for_previous_grid();
+  const auto lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t step = std::int64_t{gridDim.x} * (kThreads / 32);
+  for (std::int64_t key = std::int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
+       key < sums.keys; key += step) {
+    const float* const row = sums.data + key * sums.stride;
+#pragma unroll 5
+    for (auto d = 4 * lane; d < static_cast<int>(sums.dim); d += 4 * 32) {
+      const float2 first = __ldcs(reinterpret_cast<const float2*>(row + fragment_place(d)));
+      const float2 second = __ldcs(reinterpret_cast<const float2*>(row + fragment_place(d + 2)));
+      *reinterpret_cast<uint2*>(d_keys + key * stride + d) = {pack<T>(first.x, first.y),
+                                                              pack<T>(second.x, second.y)};
+    }
   }
 }
 
 template <class T>
 void round_sums(const KeySums& sums, const Tensor& d_keys, cudaStream_t stream) {
+  if (sums.order == ColumnOrder::fragments) {
+    launch(round_fragments_kernel<T>,
+           {.blocks = blocks_for(sums.keys, kThreads / 32),
+            .threads = kThreads,
+            .stream = stream,
+            .pdl = true},
+           sums, data_of<T>(d_keys), d_keys.stride[0]);
+    return;
+  }
   launch(
       round_sums_kernel<T>,
       {.blocks = blocks_for(sums.keys * sums.dim, kThreads), .threads = kThreads, .stream = stream},

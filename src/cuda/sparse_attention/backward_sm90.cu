@@ -9,7 +9,8 @@
 // clang-format off
 // warpgroup 0         gathers a block; S = Q K^T and dP = dO V^T; then P and dS to shared memory.
 //                     With 576 columns also dQ of the last 64 (the rope part). After an item's last
-//                     block the constants of the next item's heads.
+//                     block the constants of the next item's heads, from out and d_out, which TMA
+//                     loads into the buffer of keys.
 // warpgroups 1, 2     dQ += dS K of 256 columns each, and dKV = dS^T Q + P^T dO of one half each
 //
 //   0     | S | P | dP | dS |gather      | S | P | dP | dS |gather ...
@@ -20,6 +21,7 @@
 //                     scores_free  dKV is done, so the next P and dS may be written
 // and of an item      tile_free    the last dKV of a tile is done, so the next q and d_out may come
 //                     q_full, d_out_full  they have landed
+//                     half_full    half of what the constants need has landed
 // clang-format on
 //
 // Shared memory: q 72, d_out 64, keys 72, P and dS 16 KiB. The limit is L2, which adds 2304 bytes
@@ -33,6 +35,7 @@
 #include "cuda/common/runtime.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/sparse_attention/backward_sm90/gradients.cuh"
+#include "cuda/sparse_attention/backward_sm90/phases.cuh"
 #include "cuda/sparse_attention/backward_sm90/scores.cuh"
 #include "cuda/sparse_attention/exact_sums_sm90.h"
 #include "cuda/sparse_attention/kernels.h"
@@ -45,6 +48,7 @@ using namespace sparse_attention::backward_sm90;
 template <class T, int kTiles, KeyGradients kMode>
 __global__ void __launch_bounds__(kThreads, 1)
     sparse_attention_backward_kernel(const __grid_constant__ CUtensorMap q,
+                                     const __grid_constant__ CUtensorMap out,
                                      const __grid_constant__ CUtensorMap d_out,
                                      const __grid_constant__ BackwardSm90Parameters<T> params) {
   extern __shared__ __align__(1024) std::byte memory[];
@@ -52,6 +56,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     constexpr int kGradientWarps = 2 * kWarpgroup / 32;
     constexpr int kSideWarps = kWarpgroup / 32;
+    shared.half_full.init(1);
     shared.q_full.init(1);
     shared.d_out_full.init(1);
     for (int i = 0; i < kValueTiles; ++i) shared.tile_free[i].init(kSideWarps);
@@ -62,9 +67,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
+  if (params.delayed) delay_start(params);
   if (threadIdx.x < kWarpgroup) {
     shrink_registers<kScoreRegisters>();
-    compute_scores<T, kTiles, kMode>(params, q, d_out, shared);
+    compute_scores<T, kTiles, kMode>(params, q, out, d_out, shared);
   } else {
     grow_registers<kGradientRegisters>();
     compute_gradients<T, kTiles, kMode>(params, shared);
@@ -76,8 +82,24 @@ struct Destination {
   float* rows;  // of d_kv, or the terms of slots
   std::int64_t row_stride;
   Tensor d_sink;                     // summed over rows, or per row if deterministic
+  unsigned* progress = nullptr;      // where thread blocks keep pace: zero
   const ExactSums* exact = nullptr;  // whose quanta are added
 };
+
+/// Bytes of keys and of their gradients' sums.
+std::int64_t key_bytes(const SparseAttentionBackward& args) {
+  return args.kv.shape[0] * args.kv.shape[1] * 6;
+}
+
+/// Whether they stay in L2 whatever the order in which they are used.
+bool fits_l2(const SparseAttentionBackward& args) { return key_bytes(args) <= 40 << 20; }
+
+/// How many blocks of keys a thread block may be ahead of others, so that what they use of the keys
+/// stays in L2.
+int most_lead(const SparseAttentionBackward& args) {
+  const std::int64_t blocks = (args.indices.shape[1] + kBlock - 1) / kBlock;
+  return static_cast<int>(std::max<std::int64_t>(blocks * (12 << 20) / key_bytes(args), 1));
+}
 
 template <class T, KeyGradients kMode>
 void launch_for(const SparseAttentionBackward& args, const Destination& to,
@@ -87,6 +109,9 @@ void launch_for(const SparseAttentionBackward& args, const Destination& to,
   params.d_kv_stride = to.row_stride;
   params.d_sink = data_of<float>(to.d_sink);
   params.d_sink_stride = to.d_sink ? to.d_sink.stride[0] : 0;
+  params.progress = to.progress;
+  if (to.progress != nullptr) params.lead = most_lead(args);
+  params.delayed = fits_l2(args);
   if (to.exact != nullptr) {
     params.inverse_quanta = to.exact->inverse_quanta;
     params.constants = to.exact->constants;
@@ -100,6 +125,7 @@ void launch_for(const SparseAttentionBackward& args, const Destination& to,
           .shared_bytes = sizeof(SharedStorage),
           .stream = execution.stream},
          make_tensor_map(args.q, {1, kRows, kTileColumns}),
+         make_tensor_map(args.out, {1, kRows, kTileColumns}),
          make_tensor_map(args.d_out, {1, kRows, kTileColumns}), params);
 }
 
@@ -260,8 +286,10 @@ std::string why_not(const SparseAttentionBackward& args, const Execution& execut
     if (!has_aligned_rows(*tensor))
       return sentence(refusal::takes_aligned_rows, "kv, out and gradients");
   }
-  if (args.q.shape[0] > 0 && (!can_have_tensor_map(args.q) || !can_have_tensor_map(args.d_out)))
-    return sentence(refusal::takes_dense_rows, "q and d_out");
+  for (const Tensor* tensor : {&args.q, &args.out, &args.d_out}) {
+    if (args.q.shape[0] > 0 && !can_have_tensor_map(*tensor))
+      return sentence(refusal::takes_dense_rows, "q, out and d_out");
+  }
   if (execution.deterministic) {
     const OrderedPlan plan = plan_in_order(args, execution);
     if (plan.exact.rows == 0 && plan.terms.slots < args.indices.shape[1])
@@ -271,9 +299,16 @@ std::string why_not(const SparseAttentionBackward& args, const Execution& execut
   return {};
 }
 
+/// Whether thread blocks keep pace (phases.cuh).
+bool keeps_pace(const SparseAttentionBackward& args, const Execution& execution) {
+  return !execution.deterministic && !fits_l2(args) &&
+         execution.workspace_limit >= Workspace::bytes({sizeof(unsigned)});
+}
+
 std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution) {
-  // Both are sums of slices; the copy comes on top of the limit.
-  return Workspace::bytes({key_copy_bytes(args.d_kv)}) + bytes_of(plan_in_order(args, execution));
+  // All are sums of slices; the copy comes on top of the limit.
+  return Workspace::bytes({key_copy_bytes(args.d_kv)}) + bytes_of(plan_in_order(args, execution)) +
+         Workspace::bytes({keeps_pace(args, execution) ? sizeof(unsigned) : 0});
 }
 
 void run(const SparseAttentionBackward& args, const Execution& execution) {
@@ -290,8 +325,17 @@ void run(const SparseAttentionBackward& args, const Execution& execution) {
     if (execution.deterministic) {
       run_in_order(args, plan, sums, workspace, execution);
     } else {
-      start<KeyGradients::added>(
-          args, {.rows = sums.data, .row_stride = sums.stride, .d_sink = args.d_sink}, execution);
+      unsigned* progress = nullptr;
+      if (keeps_pace(args, execution)) {
+        progress = workspace.take<unsigned>(1);
+        cuda_check(cudaMemsetAsync(progress, 0, sizeof(unsigned), execution.stream));
+      }
+      start<KeyGradients::added>(args,
+                                 {.rows = sums.data,
+                                  .row_stride = sums.stride,
+                                  .d_sink = args.d_sink,
+                                  .progress = progress},
+                                 execution);
     }
   }
   finish_key_sums(sums, args.d_kv, execution.stream);

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(4 * kHeads)
     }
   }
   LargestOfRow<T> of_d_out;
-  for_each_head<kTiles>(
+  for_each_head(
       params.call, item, thread, [&](uint4 words) { of_d_out.visit(words); },
       [&](int of_item, const HeadConstants& of_head) { constants[first + of_item] = of_head; });
   const float2 size = {kSizeUnit * of_q.of_quad(), kSizeUnit * of_d_out.of_quad()};

@@ -137,6 +137,9 @@ struct BackwardSm90Parameters {
   T* d_q;                       // [tokens, heads, qk_dim]
   float* d_kv;                  // [keys, qk_dim], or terms [tokens, topk, qk_dim]
   float* d_sink;                // [heads], or [tokens, heads] where sums are deterministic, or null
+  unsigned* progress;           // of all thread blocks, or null: none waits for others
+  int lead;                     // the most blocks of keys that one may be ahead
+  bool delayed;                 // blocks begin one after another
   // Where sums are exact (exact_sums_sm90.h):
   const float* inverse_quanta;                                      // [keys]
   const sparse_attention::backward_sm90::HeadConstants* constants;  // [items, 64]
@@ -164,6 +167,9 @@ BackwardSm90Parameters<T> backward_sm90_parameters(const SparseAttentionBackward
           .d_q = data_of<T>(args.d_q),
           .d_kv = nullptr,
           .d_sink = nullptr,
+          .progress = nullptr,
+          .lead = 0,
+          .delayed = false,
           .inverse_quanta = nullptr,
           .constants = nullptr,
           .kv_stride = args.kv.stride[0],

@@ -1,81 +1,68 @@
 // SPDX-License-Identifier: Apache-2.0
-// The constants of an item's heads, computed by warpgroup 0 in slices of a few heads.
+// The constants of an item's heads, computed by warpgroup 0 between two items. TMA brings out and
+// d_out: loads of this warpgroup would wait behind the reductions of the others.
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/hopper/tensor_copy.cuh"
 #include "cuda/sparse_attention/backward_sm90/head_constants.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {
 
-/// How many heads' constants are computed at once: as many as there are registers for beside the
-/// rope part of d_q.
-template <int kTiles>
-struct Slice {
-  static constexpr int kHeadLanes = kDeltaLanes<kTiles>;  // that share a head
-  static constexpr int kSliceHeads = kWarpgroup / kHeadLanes;
-  static constexpr int kSlices = kHeads / kSliceHeads;
-};
+__device__ inline void sync_score_warps() { sync_warps<1, kWarpgroup>(); }
 
-/// Prefetches out and d_out of a slice's heads into L2.
-template <int kTiles, class T>
-__device__ void prefetch_constants(const BackwardSm90Parameters<T>& params, const Item& item,
-                                   int slice) {
-  constexpr int kSliceHeads = Slice<kTiles>::kSliceHeads;
-  constexpr int kLine = 128 / sizeof(T);
-  constexpr int kLines = kValueTiles * kTileColumns / kLine;
-#pragma unroll
-  for (int i = static_cast<int>(threadIdx.x); i < kSliceHeads * kLines; i += kWarpgroup) {
-    const int head = item.first_head + slice * kSliceHeads + i / kLines;
-    if (head >= params.heads) return;
-    const std::int64_t out = item.t * params.out_token_stride + head * params.out_head_stride;
-    const std::int64_t d_out = item.t * params.d_out_token_stride + head * params.d_out_head_stride;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(params.out + out + i % kLines * kLine));
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(params.d_out + d_out + i % kLines * kLine));
-  }
-}
-
-/// Computes the constants of a slice's heads.
-template <int kTiles, class T>
-__device__ void compute_slice(const BackwardSm90Parameters<T>& params, const Item& item, int slice,
-                              HeadConstants* of_heads) {
-  constexpr int kHeadLanes = Slice<kTiles>::kHeadLanes;
-  constexpr int kSliceHeads = Slice<kTiles>::kSliceHeads;
-  const int c = static_cast<int>(threadIdx.x) % kHeadLanes;
-  const int of_item = slice * kSliceHeads + static_cast<int>(threadIdx.x) / kHeadLanes;
-  const int head = item.first_head + of_item;
-  const bool is_head = head < params.heads;
-  const HeadInputs inputs = load_inputs(params, item.t, head);
-  float delta = 0;
-  if (is_head) {
-    const T* const out =
-        params.out + item.t * params.out_token_stride + head * params.out_head_stride;
-    const T* const d_out =
-        params.d_out + item.t * params.d_out_token_stride + head * params.d_out_head_stride;
-#pragma unroll
-    for (int i = 0; i < kValueTiles * kTileColumns / (8 * kHeadLanes); ++i) {
-      const int column = (i * kHeadLanes + c) * 8;
-      delta += dot_8<T>(__ldg(reinterpret_cast<const uint4*>(out + column)),
-                        __ldg(reinterpret_cast<const uint4*>(d_out + column)));
-    }
-  }
-#pragma unroll
-  for (int lanes = kHeadLanes / 2; lanes > 0; lanes /= 2) {
-    delta += __shfl_xor_sync(0xffffffffu, delta, lanes);
-  }
-  HeadConstants constants{};
-  if (is_head) constants = head_constants(inputs, params.sink != nullptr, delta);
-  if (c == 0) of_heads[of_item] = constants;
-}
-
-/// Computes the constants of the heads of an item, before which there were `items`.
-template <int kTiles, class T>
-__device__ void compute_constants(const BackwardSm90Parameters<T>& params, const Item& item,
-                                  SharedStorage& shared, int items) {
+/// Loads four tiles of out and of d_out into the buffer of keys. Called by one thread.
+__device__ inline void load_half(const CUtensorMap& out, const CUtensorMap& d_out, const Item& item,
+                                 int half, SharedStorage& shared) {
+  fence_proxy_async();
+  shared.half_full.arrive_and_expect(2 * kSideTiles * kTileBytes);
+  const auto t = static_cast<int>(item.t);
 #pragma unroll 1
-  for (int slice = 0; slice < Slice<kTiles>::kSlices; ++slice) {
-    compute_slice<kTiles>(params, item, slice, constants_of(shared, items));
+  for (int i = 0; i < kSideTiles; ++i) {
+    const int column = (half * kSideTiles + i) * kTileColumns;
+    copy_box(shared.kv[i], out, shared.half_full, column, item.first_head, t);
+    copy_box(shared.kv[kSideTiles + i], d_out, shared.half_full, column, item.first_head, t);
+  }
+}
+
+/// Computes the constants of the heads of an item, before which there were `items`. The buffer of
+/// keys is free. Two threads share a head, and sum as kDeltaLanes lanes would.
+template <class T>
+__device__ void compute_constants(const BackwardSm90Parameters<T>& params, const CUtensorMap& out,
+                                  const CUtensorMap& d_out, const Item& item, int items,
+                                  SharedStorage& shared) {
+  constexpr int kParts = kDeltaLanes / 2;
+  const int of_item = own_thread() / 2;
+  const int first_piece = own_thread() % 2 * kParts;
+  const HeadInputs inputs = load_inputs(params, item.t, item.first_head + of_item);
+  float parts[kParts] = {};
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    if (own_thread() == 0) load_half(out, d_out, item, half, shared);
+    shared.half_full.wait(2 * items + half);
+#pragma unroll
+    for (int tile = 0; tile < kSideTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        const std::uint32_t offset = tile_offset(of_item, first_piece + i);
+        parts[i] +=
+            dot_8<T>(*reinterpret_cast<const uint4*>(shared.kv[tile] + offset),
+                     *reinterpret_cast<const uint4*>(shared.kv[kSideTiles + tile] + offset));
+      }
+    }
+    sync_score_warps();  // the half has been read
+  }
+#pragma unroll
+  for (float& part : parts) part += __shfl_xor_sync(0xffffffffu, part, 1);
+  const float delta = (parts[0] + parts[2]) + (parts[1] + parts[3]);
+  if (own_thread() % 2 == 0) {
+    HeadConstants constants{};
+    if (item.first_head + of_item < params.heads) {
+      constants = head_constants(inputs, params.sink != nullptr, delta);
+    }
+    constants_of(shared, items)[of_item] = constants;
   }
 }
 

@@ -22,10 +22,10 @@ __device__ float dot_8(uint4 a, uint4 b) {
   return sum;
 }
 
-/// How many lanes share a head's delta where it is computed amid other work. The order of its sum
-/// follows from that: every pass keeps it, so that all of them see the same bits.
-template <int kTiles>
-inline constexpr int kDeltaLanes = kTiles > kValueTiles ? 16 : 8;
+/// The order of delta's sum, which every pass keeps, so that all of them see the same bits: that of
+/// so many lanes, which share a head's pieces of eight columns in turns and add up their sums by
+/// halves.
+inline constexpr int kDeltaLanes = 8;
 
 /// What a head's constants need beside delta; zeros past the last head.
 struct HeadInputs {
@@ -65,13 +65,13 @@ __device__ inline HeadConstants head_constants(const HeadInputs& inputs, bool ha
 /// Computes delta and the constants of the heads of an item, zeros past the last head. 256 threads
 /// take part, four lanes a head; store(head of the item, constants) is called once for each, and
 /// visit(words) for all parts of a head's d_out that a lane reads.
-template <int kTiles, class T, class Visit, class Store>
+template <class T, class Visit, class Store>
 __device__ void for_each_head(const BackwardSm90Parameters<T>& params, const Item& item, int thread,
                               Visit visit, Store store) {
   const int c = thread % 4;
   const int head = item.first_head + thread / 4;
   const bool is_head = head < params.heads;
-  constexpr int kParts = kDeltaLanes<kTiles> / 4;
+  constexpr int kParts = kDeltaLanes / 4;
   float parts[kParts] = {};  // of delta: what lanes c, c + 4, ... would have
   if (is_head) {
     const T* const out =

@@ -11,11 +11,10 @@
 #include "cuda/sparse_attention/backward_sm90/block_scores.cuh"
 #include "cuda/sparse_attention/backward_sm90/constants.cuh"
 #include "cuda/sparse_attention/backward_sm90/d_q.cuh"
+#include "cuda/sparse_attention/backward_sm90/phases.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {
-
-__device__ inline void sync_score_warps() { sync_warps<1, kWarpgroup>(); }
 
 /// Gathers the rows of a query's keys, block by block. Eight lanes copy a row; a thread has a part
 /// of four rows.
@@ -97,21 +96,24 @@ __device__ void start_rows(float (&d)[32], const A& a, const B& b) {
   wgmma_commit();
 }
 
-/// Loads q and d_out of an item, each tile when the previous item's gradients no longer need it.
-/// `items` counts those before. Called by one thread.
-template <int kTiles>
+/// Loads q and d_out of an item, each tile when the previous item's gradients no longer need it:
+/// the last tiles of both warpgroups, or all others. `items` counts those before. Called by one
+/// thread.
+template <int kTiles, bool kLast>
 __device__ void load_item(const CUtensorMap& q, const CUtensorMap& d_out, const Item& item,
                           int items, SharedStorage& shared) {
   const auto t = static_cast<int>(item.t);
-  shared.q_full.arrive_and_expect(kTiles * kTileBytes);
-  shared.d_out_full.arrive_and_expect(kValueTiles * kTileBytes);
   const auto copy_q = [&](int tile) {
     shared.tile_free[tile].wait(items - 1);
     copy_box(shared.q[tile], q, shared.q_full, tile * kTileColumns, item.first_head, t);
   };
   // In the order in which the gradients free them.
-  if constexpr (kTiles > kValueTiles) copy_q(kValueTiles);
-  for (int i = 0; i < kSideTiles; ++i) {
+  if constexpr (!kLast) {
+    shared.q_full.arrive_and_expect(kTiles * kTileBytes);
+    shared.d_out_full.arrive_and_expect(kValueTiles * kTileBytes);
+    if constexpr (kTiles > kValueTiles) copy_q(kValueTiles);
+  }
+  for (int i = kLast ? kSideTiles - 1 : 0; i < (kLast ? kSideTiles : kSideTiles - 1); ++i) {
     for (int tile = i; tile < kValueTiles; tile += kSideTiles) copy_q(tile);
     for (int tile = i; tile < kValueTiles; tile += kSideTiles) {
       copy_box(shared.d_out[tile], d_out, shared.d_out_full, tile * kTileColumns, item.first_head,
@@ -122,22 +124,28 @@ __device__ void load_item(const CUtensorMap& q, const CUtensorMap& d_out, const 
 
 template <class T, int kTiles, KeyGradients kMode>
 __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CUtensorMap& q,
-                               const CUtensorMap& d_out, SharedStorage& shared) {
+                               const CUtensorMap& out, const CUtensorMap& d_out,
+                               SharedStorage& shared) {
   constexpr bool kRope = kTiles > kValueTiles;
-  constexpr int kSlices = Slice<kTiles>::kSlices;
   Gatherer<T, kTiles, kMode> gatherer(params, shared);
   int blocks = 0;  // of all items
   int items = 0;
-  if (static_cast<int>(blockIdx.x) < params.items) {
-    const Item item = item_of(params, static_cast<int>(blockIdx.x));
-    gatherer.start_item(item);
-    gatherer.gather(0);
-    if constexpr (kMode != KeyGradients::exact) compute_constants<kTiles>(params, item, shared, 0);
-  }
   for (int number = static_cast<int>(blockIdx.x); number < params.items;
        number += static_cast<int>(gridDim.x), ++items) {
+    // The others still compute and add the last gradients of the item before; its keys are no
+    // longer needed.
+    if (kMode == KeyGradients::added && threadIdx.x == 0 && params.progress != nullptr) {
+      keep_pace(params.progress, blocks, params.lead);
+    }
+    const Item item = item_of(params, number);
+    gatherer.start_item(item);
+    if constexpr (kMode != KeyGradients::exact) {
+      compute_constants(params, out, d_out, item, items, shared);
+    }
+    if (threadIdx.x == 0) load_item<kTiles, false>(q, d_out, item, items, shared);
+    gatherer.gather(blocks % 2);
     if (threadIdx.x == 0) {
-      load_item<kTiles>(q, d_out, item_of(params, number), items, shared);
+      load_item<kTiles, true>(q, d_out, item, items, shared);
       shared.has_keys[items % 2] = false;
     }
     if (kMode == KeyGradients::exact && threadIdx.x < kHeads) {
@@ -206,23 +214,15 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
         sync_score_warps();  // all warps' products have read the rope tile: it may be overwritten
       }
       shared.kv_free.wait(blocks);
-      if (blocks + 1 < end) {
-        gatherer.gather((blocks + 1) % 2);
-      } else if (number + static_cast<int>(gridDim.x) < params.items) {
-        gatherer.start_item(item_of(params, number + static_cast<int>(gridDim.x)));
-        gatherer.gather((blocks + 1) % 2);
-      }
-      if (kMode != KeyGradients::exact && number + static_cast<int>(gridDim.x) < params.items) {
-        const Item next = item_of(params, number + static_cast<int>(gridDim.x));
-        const int blocks_left = end - blocks - 1;
-        if (blocks_left < kSlices) prefetch_constants<kTiles>(params, next, blocks_left);
-        // This warpgroup has nothing else to do until the item's last gradients are computed.
-        if (blocks_left == 0) compute_constants<kTiles>(params, next, shared, items + 1);
-      }
+      if constexpr (kMode == KeyGradients::added) count_block(params.progress);
+      if (blocks + 1 < end) gatherer.gather((blocks + 1) % 2);
     }
     if constexpr (kRope) {
       store_d_q(params, item_of(params, number), d_q, kValueTiles * kTileColumns);
     }
+  }
+  if (kMode == KeyGradients::added && threadIdx.x == 0 && params.progress != nullptr) {
+    end_pace(params.progress);
   }
 }
 

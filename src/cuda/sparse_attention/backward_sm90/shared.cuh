@@ -55,6 +55,7 @@ struct SharedStorage {
     float inverse_quanta[2][kBlock];      // of the keys, where sums are exact
   };
   bool has_keys[2];              // of even and odd items
+  Barrier half_full;             // half of out and d_out has landed, for the constants
   Barrier q_full;                // an item's q has landed
   Barrier d_out_full;            // an item's d_out has landed
   Barrier tile_free[kMaxTiles];  // a tile of q and of d_out is no longer in use

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// How far the thread blocks are through their lists at the same time. All lists ascend, so that a
+// block sweeps over the keys once an item.
+//
+// Where keys and their gradients fit into L2, blocks had better be at different keys: otherwise all
+// load their next items at once. Where they do not fit, blocks had better be at the same keys,
+// which stay in L2 for so long. Neither changes a result.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/sparse_attention/backward_sm90/shared.cuh"
+
+namespace winnow::cuda::sparse_attention::backward_sm90 {
+
+/// Delays the blocks that have an item less than others, by up to what an item takes.
+template <class T>
+__device__ void delay_start(const BackwardSm90Parameters<T>& params) {
+  const auto block = static_cast<int>(blockIdx.x);
+  const auto grid = static_cast<int>(gridDim.x);
+  const int with_more = params.items % grid;
+  if (with_more == 0 || block < with_more || block + grid >= params.items) return;
+  // The lesser of two items, lest one long row delays many short ones.
+  const int blocks = min(item_of(params, block).blocks, item_of(params, block + grid).blocks);
+  constexpr int kCycles = 9000;  // of 64 keys
+  const std::int64_t most = std::int64_t{blocks + 1} * kCycles;
+  const std::int64_t delay = most * (block - with_more) / (grid - with_more);
+  const std::int64_t start = clock64();
+  while (clock64() - start < delay) __nanosleep(500);
+}
+
+/// Counts a block of 64 keys. Called by all threads of a warpgroup, of which the first one counts.
+/// There is no branch for the compiler to see, which would spill registers.
+__device__ inline void count_block(unsigned* progress) {
+  asm volatile(
+      "{\n"
+      ".reg .pred counts, is_first;\n"
+      ".reg .u32 thread;\n"
+      "mov.u32 thread, %%tid.x;\n"
+      "setp.ne.u64 counts, %0, 0;\n"
+      "setp.eq.and.u32 is_first, thread, 0, counts;\n"
+      "@is_first red.relaxed.gpu.global.add.u32 [%0], 1;\n"
+      "}\n" ::"l"(progress)
+      : "memory");
+}
+
+/// Waits until thread blocks have counted on average `lead` blocks of keys less than this one,
+/// which has counted `blocks`. Called by one thread. If the others do not come, since they do not
+/// run at the same time, the wait ends, and no thread block waits again.
+__device__ inline void keep_pace(unsigned* progress, int blocks, int lead) {
+  const unsigned awaited = gridDim.x * static_cast<unsigned>(max(blocks - lead, 0));
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      ".reg .u32 counted, polls;\n"
+      "mov.u32 polls, 0;\n"
+      "again:\n"
+      "ld.relaxed.gpu.global.u32 counted, [%0];\n"
+      "setp.ge.u32 done, counted, %1;\n"
+      "@done bra end;\n"
+      "nanosleep.u32 1000;\n"
+      "add.u32 polls, polls, 1;\n"
+      "setp.lt.u32 done, polls, 200;\n"
+      "@done bra again;\n"
+      "red.relaxed.gpu.global.max.u32 [%0], 0x80000000;\n"
+      "end:\n"
+      "}\n" ::"l"(progress),
+      "r"(awaited)
+      : "memory");
+}
+
+/// Called after a thread block's last item: others no longer wait.
+__device__ inline void end_pace(unsigned* progress) {
+  asm volatile("red.relaxed.gpu.global.max.u32 [%0], 0x80000000;" ::"l"(progress) : "memory");
+}
+
+}  // namespace winnow::cuda::sparse_attention::backward_sm90
