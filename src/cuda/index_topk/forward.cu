@@ -41,7 +41,7 @@ struct Sizes {
   }
   std::size_t workspace_bytes() const {
     return Workspace::bytes({(groups + 1) * sizeof(std::int64_t), groups * sizeof(std::int32_t),
-                             (chunks + 1) * sizeof(std::int32_t),
+                             (chunks + 1) * sizeof(std::int32_t), sizeof(std::int32_t),
                              kRemainingScratch * sizeof(std::int32_t), scratch * sizeof(float),
                              magnitudes * sizeof(float), done * sizeof(std::uint8_t),
                              score_bytes()});
@@ -131,8 +131,19 @@ __device__ void plan_groups(const Plan& plan) {
   __syncthreads();
 }
 
+/// Whether any of the scales, if there are some, does not commute with max.
+__device__ bool has_odd_scales(const float* k_scale, int keys) {
+  if (k_scale == nullptr) return false;
+  bool is_odd = false;
+#pragma unroll 8
+  for (int s = static_cast<int>(threadIdx.x); s < keys; s += kPlanThreads)
+    is_odd |= !commutes_with_max(__ldg(k_scale + s));
+  return __syncthreads_or(is_odd) != 0;
+}
+
 /// Makes the plan in one block: each group's keys and tiles, and the chunk that it belongs to.
-__global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan) {
+__global__ void __launch_bounds__(kPlanThreads)
+    index_topk_plan_kernel(Plan plan, const float* k_scale) {
   wait_for_previous_grid();
   if (plan.groups <= kPlanThreads)
     plan_groups<1>(plan);
@@ -153,6 +164,8 @@ __global__ void __launch_bounds__(kPlanThreads) index_topk_plan_kernel(Plan plan
     }
     plan.first_group[chunk] = static_cast<std::int32_t>(low);
   }
+  const bool is_odd = has_odd_scales(k_scale, plan.keys);
+  if (threadIdx.x == 0) *plan.odd_scales = is_odd;
 }
 
 using MakeScores = ForChunk (*)(const IndexTopkForward&, const Execution&);
@@ -171,6 +184,7 @@ void select_all(const IndexTopkForward& args, int rows_per_group, MakeScores mak
       .begin = data_of<const std::int32_t>(args.begin),
       .end = data_of<const std::int32_t>(args.end),
       .done = done,
+      .odd_scales = workspace.take<std::int32_t>(1),
       .tokens = args.q.shape[0],
       .groups = sizes.groups,
       .chunk_tiles = sizes.chunk_tiles,
@@ -185,7 +199,8 @@ void select_all(const IndexTopkForward& args, int rows_per_group, MakeScores mak
     take_whole_windows(args, plan, magnitudes, done, execution);
   }
   launch(index_topk_plan_kernel,
-         {.blocks = 1, .threads = kPlanThreads, .stream = execution.stream, .pdl = true}, plan);
+         {.blocks = 1, .threads = kPlanThreads, .stream = execution.stream, .pdl = true}, plan,
+         data_of<const float>(args.k_scale));
   const ForChunk scores_of = make_scores(args, execution);
   const ForChunk select_from = select(args, scratch, execution);
   const int direct = plan.chunks > kMostDirectChunks ? kDirectChunks : plan.chunks;

@@ -31,6 +31,7 @@ struct Plan {
   const std::int32_t* begin;  // [tokens]
   const std::int32_t* end;    // [tokens]
   const std::uint8_t* done;   // [tokens], or null: whether the row has its slots already
+  std::int32_t* odd_scales;   // one: whether a scale of a key does not commute with max
   std::int64_t tokens;
   std::int64_t groups;
   std::int64_t chunk_tiles;  // a group belongs to chunk first_tile / chunk_tiles
@@ -67,6 +68,10 @@ struct Sampled {
         row(static_cast<int>((static_cast<unsigned>(tile) * 8 + block) * 0x9e37'79b1u >> 29)) {}
   __device__ bool any() const { return place < kTileSample; }
 };
+
+/// Whether a scale of a key may be multiplied into a sum of positive parts instead of the products:
+/// not if it is zero, negative, infinite or NaN.
+__device__ inline bool commutes_with_max(float scale) { return scale > 0 && scale <= 3.4e38f; }
 
 /// max(x, 0) that keeps NaN.
 __device__ inline float positive_part(float x) {

@@ -88,15 +88,15 @@ __device__ void load_scales(float (&scale)[2], const ScoreInputs& inputs, const 
 /// Multiplies scales that do not commute with max (zero, negative, infinite, NaN) into the products
 /// instead of the sums, and leaves 1 in their place.
 __device__ inline void scale_products(float (&products)[128], float (&scale)[2]) {
-  const auto commutes = [](float x) { return x > 0 && x <= 3.4e38f; };
-  if (__all_sync(0xffffffffu, commutes(scale[0]) && commutes(scale[1]))) return;
+  if (__all_sync(0xffffffffu, commutes_with_max(scale[0]) && commutes_with_max(scale[1]))) return;
   // Each key is treated by itself, so that its rounding does not depend on its neighbours.
-  const float factor[2] = {commutes(scale[0]) ? 1.0f : scale[0],
-                           commutes(scale[1]) ? 1.0f : scale[1]};
+  const float factor[2] = {commutes_with_max(scale[0]) ? 1.0f : scale[0],
+                           commutes_with_max(scale[1]) ? 1.0f : scale[1]};
 #pragma unroll
   for (int i = 0; i < 128; ++i) products[i] *= factor[i / 2 % 2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) scale[half] = commutes(scale[half]) ? scale[half] : 1.0f;
+  for (int half = 0; half < 2; ++half)
+    scale[half] = commutes_with_max(scale[half]) ? scale[half] : 1.0f;
 }
 
 /// Keeps the compiler from computing a descriptor only once this warpgroup has the tensor cores.
@@ -107,7 +107,8 @@ __device__ inline void materialize(std::uint64_t& descriptor) {
   descriptor = descriptor >> 32 << 32 | low;
 }
 
-template <class T, int kHeads, bool kPadded>
+/// kOddScales: some scales may not commute with max.
+template <class T, int kHeads, bool kPadded, bool kOddScales>
 __device__ void consume(const ScoreInputs& inputs, const Plan& plan, SharedStorage<T>& shared) {
   constexpr bool kScaled = sizeof(T) == 1;
   const int side = static_cast<int>(threadIdx.x) / kWarpgroup - 1;
@@ -169,7 +170,7 @@ __device__ void consume(const ScoreInputs& inputs, const Plan& plan, SharedStora
       wgmma_wait<0>();
       if (lane == 0) shared.free[key_state.stage].arrive();
       if (tile + 1 == end) shared.queries_free[query_state.stage].arrive();
-      if constexpr (kScaled) scale_products(products, scale);
+      if constexpr (kOddScales) scale_products(products, scale);
       store_scores<kHeads, kPadded>(products, weights, scale, inputs.heads,
                                     Sampled(tile, first_row / 16), to);
     }
