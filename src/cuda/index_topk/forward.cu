@@ -23,6 +23,9 @@ constexpr int kPlanThreads = 512;
 // Chunks that are launched whether they have rows or not, where there may be more than a few.
 constexpr int kDirectChunks = 4;
 constexpr int kMostDirectChunks = 16;
+// From so many keys on scales are looked at ahead, so that the scores need not do it. Fewer keys
+// gain nothing by it: with 64 heads it is 4 % faster at 128k keys, 1 % slower at 32k and 4 % at 4k.
+constexpr std::int64_t kCheckedKeys = 65536;
 
 /// The sizes of the plan's arrays, which follow from the shapes.
 struct Sizes {
@@ -131,9 +134,9 @@ __device__ void plan_groups(const Plan& plan) {
   __syncthreads();
 }
 
-/// Whether any of the scales, if there are some, does not commute with max.
+/// Whether any of the scales does not commute with max; if they are not given, it may.
 __device__ bool has_odd_scales(const float* k_scale, int keys) {
-  if (k_scale == nullptr) return false;
+  if (k_scale == nullptr) return true;
   bool is_odd = false;
 #pragma unroll 8
   for (int s = static_cast<int>(threadIdx.x); s < keys; s += kPlanThreads)
@@ -200,7 +203,7 @@ void select_all(const IndexTopkForward& args, int rows_per_group, MakeScores mak
   }
   launch(index_topk_plan_kernel,
          {.blocks = 1, .threads = kPlanThreads, .stream = execution.stream, .pdl = true}, plan,
-         data_of<const float>(args.k_scale));
+         args.k.shape[0] >= kCheckedKeys ? data_of<const float>(args.k_scale) : nullptr);
   const ForChunk scores_of = make_scores(args, execution);
   const ForChunk select_from = select(args, scratch, execution);
   const int direct = plan.chunks > kMostDirectChunks ? kDirectChunks : plan.chunks;

@@ -31,7 +31,7 @@ struct Plan {
   const std::int32_t* begin;  // [tokens]
   const std::int32_t* end;    // [tokens]
   const std::uint8_t* done;   // [tokens], or null: whether the row has its slots already
-  std::int32_t* odd_scales;   // one: whether a scale of a key does not commute with max
+  std::int32_t* odd_scales;   // one: whether scales of keys may not commute with max
   std::int64_t tokens;
   std::int64_t groups;
   std::int64_t chunk_tiles;  // a group belongs to chunk first_tile / chunk_tiles

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     grow_registers<kConsumerRegisters>();
-    // With 64 heads a loop without the code for odd scales is 6 % faster, with 32 it is not.
+    // With 64 heads a loop without the code for odd scales is faster, with 32 it is not.
     constexpr bool kScaled = sizeof(T) == 1;
     if (kScaled && (kHeads == 32 || *plan.odd_scales != 0)) {
       consume<T, kHeads, kPadded, kScaled>(inputs, plan, shared);
