@@ -226,10 +226,15 @@ TEST(IndexTopkFp8, SelectsByTheDequantisedKeys) {
 }
 
 /// Scales between 1/37 and 100/37.
-Indexer filled_fp8(std::int64_t heads, std::int64_t topk, std::uint64_t seed) {
-  Indexer ix = filled(
-      {.tokens = 5, .keys = 200, .heads = heads, .dim = 128, .topk = topk, .dtype = DType::f8_e4m3},
-      seed);
+Indexer filled_fp8(std::int64_t heads, std::int64_t topk, std::uint64_t seed,
+                   std::int64_t tokens = 5, std::int64_t keys = 200) {
+  Indexer ix = filled({.tokens = tokens,
+                       .keys = keys,
+                       .heads = heads,
+                       .dim = 128,
+                       .topk = topk,
+                       .dtype = DType::f8_e4m3},
+                      seed);
   ix.k_scale = whole_numbers(ix.keys, seed, "k_scale", 1, 100);
   for (double& scale : ix.k_scale) scale /= 37;
   return ix;
@@ -269,6 +274,22 @@ TEST(IndexTopkFp8, ScoresDoNotDependOnTheScalesOfOtherKeys) {
       ix.k_scale[1] = ix.k_scale[150] = scale;
       expect_same_bits(select(ix, execution), expected);
     }
+  });
+}
+
+// Large calls look at all scales ahead and take another loop where none is odd.
+TEST(IndexTopkFp8, OnCudaScalesOfOtherKeysChangeNoBitOfLargeCalls) {
+  if (!has_cuda()) GTEST_SKIP();
+  on_each_kernel("index_topk", [](const Execution& execution) {
+    if (execution.backend != Backend::cuda) return;
+    constexpr std::int64_t kTokens = 1024;
+    constexpr std::int64_t kKeys = 65536;
+    Indexer ix = filled_fp8(64, 64, 38, kTokens, kKeys);
+    ix.begin.assign(kTokens, 3);
+    ix.end.assign(kTokens, static_cast<std::int32_t>(kKeys - 1));
+    const Selected expected = select(ix, execution);
+    ix.k_scale[kKeys - 1] = kNaN;
+    expect_same_bits(select(ix, execution), expected);
   });
 }
 

@@ -271,6 +271,27 @@ TEST(SparseAttentionBackward, DQOfARowDependsOnThatRowAlone) {
   });
 }
 
+// Thread blocks of Hopper's kernel wait for each other where keys and their gradients exceed L2.
+TEST(SparseAttentionBackward, OnCudaManyKeysGiveTheGradientsOfADeterministicCall) {
+  if (!has_cuda()) GTEST_SKIP();
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
+    if (execution.backend != Backend::cuda) return;
+    const Attention a = filled({.tokens = 300,
+                                .keys = 16384,
+                                .heads = 64,
+                                .qk_dim = 576,
+                                .v_dim = 512,
+                                .topk = 128,
+                                .scale = 0.0625F},
+                               48);
+    const AttentionForwardWork work(a, harness::device_of(execution.backend));
+    if (!is_taken(work.args, execution)) return;
+    const AttentionOutputs outputs = forward(a, execution);
+    expect_close(a, backward(a, outputs, execution),
+                 backward(a, outputs, deterministic(execution)));
+  });
+}
+
 TEST(SparseAttentionBackward, DeterministicRepeatsGiveTheSameBits) {
   on_each_kernel("sparse_attention", [](const Execution& execution) {
     Attention a = with_sink(filled({.tokens = 200, .keys = 12, .topk = 8}, 45), 45);

@@ -128,8 +128,7 @@ TEST(SparseAttentionDeterministic, WhatIsNotFiniteStaysWithItsKeysAndRepeats) {
   });
 }
 
-// Rows without keys change which thread block takes a row, and when.
-/// More rows than a GPU has multiprocessors, several blocks of keys each, two groups of heads.
+// More rows than a GPU has multiprocessors, several blocks of keys each, two groups of heads.
 TEST(SparseAttentionDeterministic, RowsOfSeveralBlocksRepeat) {
   on_each_kernel("sparse_attention", [](const Execution& execution) {
     if (execution.backend == Backend::reference) return;
@@ -152,9 +151,9 @@ TEST(SparseAttentionDeterministic, RowsOfSeveralBlocksRepeat) {
   });
 }
 
+// Rows without keys change which thread block takes a row, and when.
 TEST(SparseAttentionDeterministic, OnCudaRowsWithoutKeysChangeNoBit) {
-  const std::vector<Backend> backends = harness::usable_backends();
-  if (std::find(backends.begin(), backends.end(), Backend::cuda) == backends.end()) GTEST_SKIP();
+  if (!has_cuda()) GTEST_SKIP();
   for (const std::int64_t qk_dim : {24, 576, 512}) {
     Attention a = with_sink(many_rows(qk_dim, DType::bf16, 66), 66);
     a.d_lse.clear();

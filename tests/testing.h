@@ -2,6 +2,7 @@
 // Shared by the tests: loops over backends, tensors from vectors, comparisons as assertions.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -47,6 +48,11 @@ void on_each_backend(const Body& body) {
     const ::testing::ScopedTrace trace(__FILE__, __LINE__, std::string(name(backend)));
     body(backend);
   }
+}
+
+inline bool has_cuda() {
+  const std::vector<Backend> backends = harness::usable_backends();
+  return std::find(backends.begin(), backends.end(), Backend::cuda) != backends.end();
 }
 
 inline Execution on(Backend backend) { return {.backend = backend}; }

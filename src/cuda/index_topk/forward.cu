@@ -23,9 +23,14 @@ constexpr int kPlanThreads = 512;
 // Chunks that are launched whether they have rows or not, where there may be more than a few.
 constexpr int kDirectChunks = 4;
 constexpr int kMostDirectChunks = 16;
-// From so many keys on scales are looked at ahead, so that the scores need not do it. Fewer keys
-// gain nothing by it: with 64 heads it is 4 % faster at 128k keys, 1 % slower at 32k and 4 % at 4k.
-constexpr std::int64_t kCheckedKeys = 65536;
+
+/// The scales that the plan looks at, so that the scores need not do it; null: none. In calls with
+/// more than 32 heads (scores_sm90.cu) that gains 4 % at 128k keys, and loses 1 % at 32k and 4 % at
+/// 4k. Few rows gain less than it costs.
+const float* checked_scales(const IndexTopkForward& args) {
+  const bool pays = args.q.shape[0] >= 1024 && args.q.shape[1] > 32 && args.k.shape[0] >= 65536;
+  return pays ? data_of<const float>(args.k_scale) : nullptr;
+}
 
 /// The sizes of the plan's arrays, which follow from the shapes.
 struct Sizes {
@@ -134,7 +139,7 @@ __device__ void plan_groups(const Plan& plan) {
   __syncthreads();
 }
 
-/// Whether any of the scales does not commute with max; if they are not given, it may.
+/// Whether any of the scales does not commute with max. Null: not looked at, so there may be some.
 __device__ bool has_odd_scales(const float* k_scale, int keys) {
   if (k_scale == nullptr) return true;
   bool is_odd = false;
@@ -203,7 +208,7 @@ void select_all(const IndexTopkForward& args, int rows_per_group, MakeScores mak
   }
   launch(index_topk_plan_kernel,
          {.blocks = 1, .threads = kPlanThreads, .stream = execution.stream, .pdl = true}, plan,
-         args.k.shape[0] >= kCheckedKeys ? data_of<const float>(args.k_scale) : nullptr);
+         checked_scales(args));
   const ForChunk scores_of = make_scores(args, execution);
   const ForChunk select_from = select(args, scratch, execution);
   const int direct = plan.chunks > kMostDirectChunks ? kDirectChunks : plan.chunks;

@@ -19,7 +19,7 @@
 // barriers of a block scores_full  P and dS are written
 //                     kv_free      dQ is done, so the next block may be gathered
 //                     scores_free  dKV is done, so the next P and dS may be written
-// and of an item      tile_free    the last dKV of a tile is done, so the next q and d_out may come
+// and of an item      tile_free    the last dKV of a tile is done, so the next q and d_out may be loaded
 //                     q_full, d_out_full  they have landed
 //                     half_full    half of what the constants need has landed
 // clang-format on
@@ -35,7 +35,7 @@
 #include "cuda/common/runtime.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/sparse_attention/backward_sm90/gradients.cuh"
-#include "cuda/sparse_attention/backward_sm90/phases.cuh"
+#include "cuda/sparse_attention/backward_sm90/pacing.cuh"
 #include "cuda/sparse_attention/backward_sm90/scores.cuh"
 #include "cuda/sparse_attention/exact_sums_sm90.h"
 #include "cuda/sparse_attention/kernels.h"
@@ -96,7 +96,7 @@ bool fits_l2(const SparseAttentionBackward& args) { return key_bytes(args) <= 40
 
 /// How many blocks of keys a thread block may be ahead of others, so that what they use of the keys
 /// stays in L2.
-int most_lead(const SparseAttentionBackward& args) {
+int max_lead(const SparseAttentionBackward& args) {
   const std::int64_t blocks = (args.indices.shape[1] + kBlock - 1) / kBlock;
   return static_cast<int>(std::max<std::int64_t>(blocks * (12 << 20) / key_bytes(args), 1));
 }
@@ -110,7 +110,7 @@ void launch_for(const SparseAttentionBackward& args, const Destination& to,
   params.d_sink = data_of<float>(to.d_sink);
   params.d_sink_stride = to.d_sink ? to.d_sink.stride[0] : 0;
   params.progress = to.progress;
-  if (to.progress != nullptr) params.lead = most_lead(args);
+  if (to.progress != nullptr) params.lead = max_lead(args);
   params.delayed = fits_l2(args);
   if (to.exact != nullptr) {
     params.inverse_quanta = to.exact->inverse_quanta;
@@ -299,7 +299,7 @@ std::string why_not(const SparseAttentionBackward& args, const Execution& execut
   return {};
 }
 
-/// Whether thread blocks keep pace (phases.cuh).
+/// Whether thread blocks keep pace (pacing.cuh).
 bool keeps_pace(const SparseAttentionBackward& args, const Execution& execution) {
   return !execution.deterministic && !fits_l2(args) &&
          execution.workspace_limit >= Workspace::bytes({sizeof(unsigned)});

@@ -122,8 +122,8 @@ namespace sparse_attention::backward_sm90 {
 struct HeadConstants;
 }
 
-/// The parameters of Hopper's backward kernel, beside the tensor maps of q and d_out. Sizes are
-/// 32-bit numbers here: tensors with more rows would pass a terabyte.
+/// The parameters of Hopper's backward kernel, beside the tensor maps of q, out and d_out. Sizes
+/// are 32-bit numbers here: tensors with more rows would pass a terabyte.
 template <class T>
 struct BackwardSm90Parameters {
   const T* kv;                  // [keys, qk_dim]

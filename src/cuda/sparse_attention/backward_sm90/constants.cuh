@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The constants of an item's heads, computed by warpgroup 0 between two items. TMA brings out and
+// The constants of an item's heads, computed by warpgroup 0 between two items. TMA loads out and
 // d_out: loads of this warpgroup would wait behind the reductions of the others.
 #pragma once
 

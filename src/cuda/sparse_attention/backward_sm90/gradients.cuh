@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "cuda/hopper/quad.cuh"
 #include "cuda/sparse_attention/backward_sm90/d_q.cuh"
 #include "cuda/sparse_attention/backward_sm90/key_gradients.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"

@@ -6,12 +6,11 @@
 #include <cstdint>
 
 #include "cuda/hopper/gather.cuh"
-#include "cuda/hopper/quad.cuh"
 #include "cuda/hopper/tensor_copy.cuh"
 #include "cuda/sparse_attention/backward_sm90/block_scores.cuh"
 #include "cuda/sparse_attention/backward_sm90/constants.cuh"
 #include "cuda/sparse_attention/backward_sm90/d_q.cuh"
-#include "cuda/sparse_attention/backward_sm90/phases.cuh"
+#include "cuda/sparse_attention/backward_sm90/pacing.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {

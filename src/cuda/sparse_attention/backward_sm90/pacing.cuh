@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How far the thread blocks are through their lists at the same time. All lists ascend, so that a
-// block sweeps over the keys once an item.
+// How far the thread blocks are through their lists at the same time. Lists mostly ascend, so that
+// a block sweeps over the keys once an item; where they do not, this gains nothing.
 //
 // Where keys and their gradients fit into L2, blocks had better be at different keys: otherwise all
 // load their next items at once. Where they do not fit, blocks had better be at the same keys,
