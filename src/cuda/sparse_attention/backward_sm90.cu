@@ -86,9 +86,9 @@ struct Destination {
   const ExactSums* exact = nullptr;  // whose quanta are added
 };
 
-/// Bytes of keys and of their gradients' sums.
+/// Bytes of keys, 2 an element, and of their gradients' sums, 4.
 std::int64_t key_bytes(const SparseAttentionBackward& args) {
-  return args.kv.shape[0] * args.kv.shape[1] * 6;
+  return args.kv.shape[0] * args.kv.shape[1] * (2 + 4);
 }
 
 /// Whether they stay in L2 whatever the order in which they are used.

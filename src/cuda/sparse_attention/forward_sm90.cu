@@ -26,7 +26,7 @@
 // clang-format on
 //
 // While one warpgroup is at its softmax, the other one multiplies the early tiles of its scores: as
-// many as have landed by the time that P is ready. The longest way is from one P to the next:
+// many as have landed by the time that P is ready. The critical path is from one P to the next:
 // hand-over, P V of the other block, the other tiles of S, softmax. The running maximum goes from
 // block to block in their order, so both halves of out see the same. An item has whole pairs: where
 // its number of blocks is odd, the last block 1 is empty.

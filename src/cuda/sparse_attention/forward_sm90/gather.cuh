@@ -130,7 +130,7 @@ class Gatherer {
   };
 
   /// Gathers this warp's slice of a warpgroup's block, each part as soon as it is free. Addresses
-  /// are made before the waits: the way from a free part to its rows is the longest of the kernel.
+  /// are made before the waits: a part that is free must not wait for them.
   template <int kSide>
   __device__ void copy_parts(int pair, const Block& block) {
     const int keys = warp() < 2 ? block.keys[0] : block.keys[1];
