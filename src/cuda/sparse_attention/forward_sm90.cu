@@ -27,12 +27,13 @@
 //
 // While one warpgroup is at its softmax, the other one multiplies the early tiles of its scores: as
 // many as have landed by the time that P is ready. The critical path is from one P to the next:
-// hand-over, P V of the other block, the other tiles of S, softmax. The running maximum goes from
+// hand-over, P V of the other block, the other tiles of S, softmax. What shortens it raises the
+// power that is drawn, and the clock falls: that is the other limit. The running maximum goes from
 // block to block in their order, so both halves of out see the same. An item has whole pairs: where
 // its number of blocks is odd, the last block 1 is empty.
 //
 // Shared memory, 217 KiB: Q 72, two blocks of 72 each, whose rope tile holds P once S is done.
-// Registers: 216 a thread of math (128 of out, 32 of S, 16 of P, 16 of Q), 72 of the producer.
+// Registers: 216 a thread of math (128 of out, 32 of S, 16 of P), 72 of the producer.
 #include <algorithm>
 #include <cstdint>
 
@@ -42,19 +43,42 @@
 #include "cuda/sparse_attention/forward_sm90/attend.cuh"
 #include "cuda/sparse_attention/forward_sm90/gather.cuh"
 #include "cuda/sparse_attention/kernels.h"
+#include "cuda/sparse_attention/spread_start.cuh"
 
 namespace winnow::cuda {
 namespace {
 
 using namespace sparse_attention::forward_sm90;
 
+/// The slots of an item, 0 if its last one holds no key: then it may have few.
+__device__ int full_slots(const ForwardParameters& params, int item) {
+  const std::int64_t t = item / params.head_groups;
+  const int slots =
+      params.lengths == nullptr ? params.topk : min(__ldg(params.lengths + t), params.topk);
+  if (slots <= 0) return 0;
+  const int key = __ldg(params.indices + t * params.indices_stride + slots - 1);
+  return key >= 0 && key < params.keys ? slots : 0;
+}
+
+/// Spreads the change of items over an item's time, of which block_cycles are those of a block of
+/// keys.
+__device__ void delay_start(const ForwardParameters& params, int block_cycles) {
+  if (!sparse_attention::has_time_to_spare(params.items)) return;
+  const auto block = static_cast<int>(blockIdx.x);
+  const int slots =
+      min(full_slots(params, block), full_slots(params, block + static_cast<int>(gridDim.x)));
+  sparse_attention::spread_start(params.items, std::int64_t{slots / kBlock} * block_cycles);
+}
+
 template <class T, int kTiles>
 __global__ void __launch_bounds__(kThreads, 1)
     sparse_attention_forward_kernel(const __grid_constant__ CUtensorMap q,
-                                    const __grid_constant__ ForwardParameters params) {
+                                    const __grid_constant__ ForwardParameters params,
+                                    int delayed_cycles) {
   extern __shared__ __align__(1024) std::byte memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   if (threadIdx.x == 0) {
+    delay_start(params, delayed_cycles);
     prefetch(q);
     for (int side = 0; side < 2; ++side) {
       for (int i = 0; i < 2; ++i) {
@@ -81,6 +105,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
+/// The cycles of a block of keys by which thread blocks may start apart. They sweep over the keys
+/// together; the part of the keys between them should stay in L2.
+int delayed_cycles(const Tensor& kv) {
+  constexpr double kCycles = 2800;
+  constexpr double kSpreadBytes = 32 << 20;
+  const double bytes = static_cast<double>(kv.shape[0] * kv.shape[1]) * element_bytes(kv.dtype);
+  return static_cast<int>(kCycles * std::min(1.0, kSpreadBytes / bytes));
+}
+
 template <class T>
 void launch_for(const SparseAttentionForward& args, const Execution& execution) {
   const ForwardParameters params = forward_parameters(args, kHeads);
@@ -93,7 +126,7 @@ void launch_for(const SparseAttentionForward& args, const Execution& execution) 
   const bool has_rope = args.q.shape[2] == kMaxTiles * kTileColumns;
   launch(has_rope ? sparse_attention_forward_kernel<T, kMaxTiles>
                   : sparse_attention_forward_kernel<T, kValueTiles>,
-         how, make_tensor_map(args.q, {1, kHeads, kTileColumns}), params);
+         how, make_tensor_map(args.q, {1, kHeads, kTileColumns}), params, delayed_cycles(args.kv));
 }
 
 std::string why_not(const SparseAttentionForward& args, const Execution&) {

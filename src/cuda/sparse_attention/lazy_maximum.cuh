@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The running maximum of Hopper's forward kernels, from which the logits of a row are measured. It
-// moves only when a score passes it by far, so that accumulators are seldom rescaled.
+// moves only when scores pass it by far, so that accumulators are seldom rescaled.
 #pragma once
 
 #include <cmath>
@@ -10,8 +10,8 @@
 
 namespace winnow::cuda::sparse_attention {
 
-// The running maximum moves only when a score passes it by this much (log2): P stays below 2^8, and
-// out is seldom rescaled.
+// The running maximum moves when a score passes it by this much (log2): P stays below 2^8, and out
+// is seldom rescaled.
 inline constexpr float kLazyMaximum = 8;
 // The largest logit of a maximum (log2) up to which exponents are s * scale - maximum in one
 // instruction. The maximum is rounded by 2^-24 of itself, which costs P at most 2^-14 of its value.
@@ -38,23 +38,22 @@ struct ExponentScale {
   }
 };
 
-struct MaximumMove {
-  float rescale;     // by which earlier sums are multiplied
-  float subtrahend;  // which is subtracted from logits in log2
-};
+/// What is subtracted from the logits of a row, in log2.
+__device__ inline float subtrahend(const RowState& row, const ExponentScale& scale) {
+  return row.maximum == -INFINITY ? 0.0f : row.maximum * scale.scale_log2;
+}
 
-/// Takes the largest product of a block into account. scale > 0.
-__device__ inline MaximumMove move_maximum(RowState& row, float largest,
-                                           const ExponentScale& scale) {
-  row.largest = fmaxf(row.largest, largest);
-  const float rise = scale.rise(row.maximum, largest);
-  const bool moves = rise > kLazyMaximum;
-  MaximumMove move;
-  move.rescale = moves ? fast_exp2(-rise) : 1.0f;
-  row.maximum = moves ? largest : row.maximum;
-  row.sum *= move.rescale;
-  move.subtrahend = row.maximum == -INFINITY ? 0.0f : row.maximum * scale.scale_log2;
-  return move;
+/// Whether the largest product of a block passes the running maximum by far. scale > 0.
+__device__ inline bool is_passed(const RowState& row, float largest, const ExponentScale& scale) {
+  return scale.rise(row.maximum, largest) > kLazyMaximum;
+}
+
+/// Moves the running maximum to a product. Returns by what earlier sums are multiplied.
+__device__ inline float move_maximum(RowState& row, float to, const ExponentScale& scale) {
+  const float rescale = fast_exp2(-scale.rise(row.maximum, to));
+  row.maximum = to;
+  row.sum *= rescale;
+  return rescale;
 }
 
 }  // namespace winnow::cuda::sparse_attention

@@ -10,23 +10,20 @@
 #include <cstdint>
 
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
+#include "cuda/sparse_attention/spread_start.cuh"
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {
 
 /// Delays the blocks that have an item less than others, by up to what an item takes.
 template <class T>
 __device__ void delay_start(const BackwardSm90Parameters<T>& params) {
+  if (!has_time_to_spare(params.items)) return;
   const auto block = static_cast<int>(blockIdx.x);
-  const auto grid = static_cast<int>(gridDim.x);
-  const int with_more = params.items % grid;
-  if (with_more == 0 || block < with_more || block + grid >= params.items) return;
   // The lesser of two items, lest one long row delays many short ones.
-  const int blocks = min(item_of(params, block).blocks, item_of(params, block + grid).blocks);
+  const int blocks = min(item_of(params, block).blocks,
+                         item_of(params, block + static_cast<int>(gridDim.x)).blocks);
   constexpr int kCycles = 9000;  // of 64 keys
-  const std::int64_t most = std::int64_t{blocks + 1} * kCycles;
-  const std::int64_t delay = most * (block - with_more) / (grid - with_more);
-  const std::int64_t start = clock64();
-  while (clock64() - start < delay) __nanosleep(500);
+  spread_start(params.items, std::int64_t{blocks + 1} * kCycles);
 }
 
 /// Counts a block of 64 keys. Called by all threads of a warpgroup, of which the first one counts.

@@ -153,9 +153,10 @@ class Attention {
     for (int j = 0; j < 4; ++j) {
       const float largest = fmaxf(fmaxf(exchange[0][head(j)], exchange[1][head(j)]),
                                   fmaxf(exchange[2][head(j)], exchange[3][head(j)]));
-      const MaximumMove move = move_maximum(state_[j], largest, scale_);
-      moves.rescale[j] = move.rescale;
-      moves.subtrahend[j] = move.subtrahend;
+      state_[j].largest = fmaxf(state_[j].largest, largest);
+      moves.rescale[j] =
+          is_passed(state_[j], largest, scale_) ? move_maximum(state_[j], largest, scale_) : 1.0f;
+      moves.subtrahend[j] = subtrahend(state_[j], scale_);
     }
     return moves;
   }

@@ -73,7 +73,6 @@ class Attention {
         if (pair > 0) end_item_first(pair - 1, item);
         if (info.has(kEnd)) return;
         shared_.q_full.wait(items++);
-        load_query_registers();
         multiply_keys<0, kParts>(pair);
         wgmma_wait<0>();
       } else {
@@ -81,7 +80,7 @@ class Attention {
       }
       item = info.item;
       if ((info.valid[0] & info.valid[1]) != 0xffffffffu) mask(s_, info);
-      attend_own_block(false);
+      attend_own_block(info.has(kFirst), false);
       info = read_info(pair + 1);
       free_slices<1, 0>();
     }
@@ -99,7 +98,6 @@ class Attention {
       if (info.has(kFirst)) {
         if (is_loader) prefetch_query<kTiles>(params_, q_, info.item + step);
         shared_.q_full.wait(items++);
-        load_query_registers();
       }
       BlockInfo next;
       if (info.has(kEmpty)) {
@@ -120,7 +118,7 @@ class Attention {
           if (is_loader) load_query<kTiles>(params_, q_, shared_, info.item + step);
         }
         if ((info.valid[0] & info.valid[1]) != 0xffffffffu) mask(s_, info);
-        attend_own_block(info.has(kLast));
+        attend_own_block(false, info.has(kLast));
         next = read_info(pair + 1);
         free_slices<1, 0>();
       }
@@ -156,19 +154,6 @@ class Attention {
 
   __device__ static constexpr int tile_at(int i) { return tile_of<kSide>(i); }
 
-  /// Loads the tiles of Q that stay in registers.
-  __device__ void load_query_registers() {
-#pragma unroll
-    for (int i = 0; i < kRegisterTiles; ++i) {
-      const std::byte* tile = shared_.q + tile_at(i) * kTileBytes;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        load_fragments(query_[i][j],
-                       tile + tile_offset(row() / 16 * 16 + lane() % 16, 2 * j + lane() / 16));
-      }
-    }
-  }
-
   /// Issues the products of Q with the parts kBegin to kEnd - 1 of this warpgroup's block, each
   /// once it has landed.
   template <int kBegin, int kEnd>
@@ -185,11 +170,7 @@ class Attention {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const std::uint64_t offset = tile_at(i) * (kTileBytes >> 4) + j * kNextKMajor;
-          if (i < kRegisterTiles) {
-            multiply_64x64x16<T>(s_, query_[i % kRegisterTiles][j], keys + offset, i > 0 || j > 0);
-          } else {
-            multiply_64x64x16<T, 0, 0>(s_, q + offset, keys + offset, i > 0 || j > 0);
-          }
+          multiply_64x64x16<T, 0, 0>(s_, q + offset, keys + offset, i > 0 || j > 0);
         }
       }
     }
@@ -258,27 +239,59 @@ class Attention {
 
   /// The softmax of the own block. Gives P to the other warpgroup first, which waits for it, and
   /// then issues out += P V, a group of products a slice.
-  __device__ void attend_own_block(bool is_last) {
+  __device__ void attend_own_block(bool is_first, bool is_last) {
     const std::uint32_t block = shared_address(shared_.blocks[kSide]);
-    const std::uint32_t tile = block + kValueTiles * kTileBytes;
     const std::uint64_t values = mn_major(block + kSide * kHalfTiles * kTileBytes, kTileBytes);
-    const MaximumMoves moves = move_maxima(s_, state_, scale_);
     // All warps' products have read the rope tile, which P overwrites.
     if constexpr (kTiles == kMaxTiles) sync_warpgroup();
-#pragma unroll
-    for (int i = 0; i < kSlices; ++i) {
-      exponentiate<T>(s_, i, moves, scale_, state_, p_[i]);
-      store_probabilities(p_[i], i, tile);
-    }
+    const Rescale rescale = make_probabilities(is_first);
     fence_proxy_async();
     if (kSide == 1 && is_last) publish_totals();
     hand_over_maxima();
-    if (moves.rescale.is_needed()) moves.rescale.apply(out_);
+    if (rescale.is_needed()) rescale.apply(out_);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) {
       multiply_64x256x16<T>(out_, p_[i], values + i * kNextMnMajor, 1);
       wgmma_commit();
+    }
+  }
+
+  /// Makes P from the running maximum at once, where there is one; if that has to move, once more.
+  /// Nearly always no lane has to know another's scores: a shuffle would wait behind the copies
+  /// that the gather has issued.
+  __device__ Rescale make_probabilities(bool is_first) {
+    float subtrahends[2] = {subtrahend(state_[0], scale_), subtrahend(state_[1], scale_)};
+    float sums[2] = {};
+    bool is_done = false;
+    if (!is_first) {
+      exponentiate_block(subtrahends, sums);
+      bool can_stay = true;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        can_stay = can_stay && is_plain(state_[half], subtrahends[half]) && !(sums[half] > kMaxSum);
+      }
+      is_done = __all_sync(0xffffffffu, can_stay);
+    }
+    Rescale rescale;
+    if (!is_done) {
+      rescale = move_maxima(s_, state_, sums, scale_, subtrahends);
+      sums[0] = sums[1] = 0;
+      exponentiate_block(subtrahends, sums);
+    } else if (params_.max_logits != nullptr) {
+      state_[0].largest = fmaxf(state_[0].largest, largest_product(s_, 0));
+      state_[1].largest = fmaxf(state_[1].largest, largest_product(s_, 1));
+    }
+    state_[0].sum += sums[0];
+    state_[1].sum += sums[1];
+    return rescale;
+  }
+  __device__ void exponentiate_block(const float (&subtrahends)[2], float (&sums)[2]) {
+    const std::uint32_t tile = shared_address(shared_.blocks[kSide]) + kValueTiles * kTileBytes;
+#pragma unroll
+    for (int i = 0; i < kSlices; ++i) {
+      exponentiate<T>(s_, i, subtrahends, scale_, sums, p_[i]);
+      store_probabilities(p_[i], i, tile);
     }
   }
   __device__ void hand_over_maxima() {
@@ -294,9 +307,10 @@ class Attention {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = quad_sum(state_[half].sum);
+      const float largest = quad_max(state_[half].largest);
       if (lane() % 4 != 0) continue;
       shared_.sums[row() + 8 * half] = sum;
-      shared_.largest[row() + 8 * half] = state_[half].largest;
+      shared_.largest[row() + 8 * half] = largest;
     }
   }
 
@@ -331,6 +345,7 @@ class Attention {
           is_there && params_.sink != nullptr ? __ldg(params_.sink + head) : -INFINITY;
       const RowEnd end = finish_row(logit(state_[half].maximum),
                                     quad_sum(state_[half].sum) + shared_.sums[r], sink);
+      const float largest = quad_max(state_[half].largest);
       normalizers[half] = end.normalizer;
       if (lane() % 4 != 0) continue;
       shared_.normalizers[r] = end.normalizer;
@@ -338,7 +353,7 @@ class Attention {
       params_.lse[t * params_.lse_stride + head] = end.lse;
       if (params_.max_logits != nullptr) {
         params_.max_logits[t * params_.max_logits_stride + head] =
-            logit(fmaxf(state_[half].largest, shared_.largest[r]));
+            logit(fmaxf(largest, shared_.largest[r]));
       }
     }
     shared_.finished.arrive();
@@ -348,7 +363,6 @@ class Attention {
   const CUtensorMap& q_;
   SharedStorage& shared_;
   ExponentScale scale_;
-  std::uint32_t query_[kRegisterTiles][4][4];  // fragments of 16 channels
   RowState state_[2];  // sums are over this lane's columns of this warpgroup's blocks
   Scores s_;
   Probabilities p_;

@@ -14,6 +14,11 @@ namespace winnow::cuda::sparse_attention::forward_sm90 {
 using Scores = float[kBlock / 2];                     // the accumulator of S
 using Probabilities = std::uint32_t[kBlock / 16][4];  // P as fragments of 16 keys
 
+// P is made from the running maximum before the block. The maximum moves when a lane's exponentials
+// add up to more than this, so that P stays below 2^8: unlike the largest score, the sum costs no
+// instruction and no exchange between lanes.
+inline constexpr float kMaxSum = 256;
+
 /// Sets the scores of slots without a key to -inf.
 __device__ inline void mask(Scores& s, const BlockInfo& info) {
 #pragma unroll
@@ -40,60 +45,65 @@ struct Rescale {
   }
 };
 
-/// By what a lane's two rows are rescaled, and what is subtracted from their logits (log2).
-struct MaximumMoves {
-  Rescale rescale;
-  float subtrahend[2];
-};
+/// The largest of a lane's products of one of its rows.
+__device__ inline float largest_product(const Scores& s, int half) {
+  float largest = fmaxf(s[2 * half], s[2 * half + 1]);
+#pragma unroll
+  for (int i = 1; i < kBlock / 8; ++i) {
+    largest = fmaxf(largest, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
+  }
+  return largest;
+}
 
-/// Moves the running maxima of a lane's two rows.
-__device__ inline MaximumMoves move_maxima(Scores& s, RowState (&state)[2],
-                                           const ExponentScale& scale) {
-  MaximumMoves moves;
+/// Whether exponentials can be made from the running maximum of a row at once.
+__device__ inline bool is_plain(const RowState& row, float subtrahend) {
+  return row.maximum != -INFINITY && fabsf(subtrahend) <= kMaxSubtrahend;
+}
+
+/// Moves the running maxima of a lane's two rows where they have to. `sums`: of the exponentials
+/// from the maxima before; `subtrahends` become those of the maxima after. Whether a maximum moves
+/// depends on its row alone, not on the other rows of the warp.
+__device__ inline Rescale move_maxima(Scores& s, RowState (&state)[2], const float (&sums)[2],
+                                      const ExponentScale& scale, float (&subtrahends)[2]) {
+  Rescale rescale;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float largest = fmaxf(s[2 * half], s[2 * half + 1]);
-#pragma unroll
-    for (int i = 1; i < kBlock / 8; ++i) {
-      largest = fmaxf(largest, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
+    RowState& row = state[half];
+    const float largest = quad_max(largest_product(s, half));
+    row.largest = fmaxf(row.largest, largest);
+    if (is_plain(row, subtrahends[half]) ? quad_max(sums[half]) > kMaxSum
+                                         : is_passed(row, largest, scale)) {
+      rescale.factors[half] = move_maximum(row, largest, scale);
     }
-    const MaximumMove move = move_maximum(state[half], quad_max(largest), scale);
-    moves.rescale.factors[half] = move.rescale;
-    moves.subtrahend[half] = move.subtrahend;
-  }
-  // Maxima whose logits are large are subtracted from the products themselves, where close ones
-  // have an exact difference: rounded, the logit of the maximum is off by more than the
-  // exponentials bear.
-  if (__any_sync(0xffffffffu,
-                 fmaxf(fabsf(moves.subtrahend[0]), fabsf(moves.subtrahend[1])) > kMaxSubtrahend)) {
+    subtrahends[half] = subtrahend(row, scale);
+    // Maxima whose logits are large are subtracted from the products themselves, where close ones
+    // have an exact difference: rounded, the logit of the maximum is off by more than the
+    // exponentials bear.
+    const bool is_large = fabsf(subtrahends[half]) > kMaxSubtrahend;
+    const float maximum = is_large ? row.maximum : 0.0f;
+    if (is_large) subtrahends[half] = 0;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const bool is_large = fabsf(moves.subtrahend[half]) > kMaxSubtrahend;
-      const float maximum = is_large ? state[half].maximum : 0.0f;
-      if (is_large) moves.subtrahend[half] = 0;
-#pragma unroll
-      for (int i = 0; i < kBlock / 8; ++i) {
-        s[4 * i + 2 * half] -= maximum;
-        s[4 * i + 2 * half + 1] -= maximum;
-      }
+    for (int i = 0; i < kBlock / 8; ++i) {
+      s[4 * i + 2 * half] -= maximum;
+      s[4 * i + 2 * half + 1] -= maximum;
     }
   }
-  return moves;
+  return rescale;
 }
 
 /// Turns 16 columns of S into P, rounded; sums are unrounded.
 template <class T>
-__device__ inline void exponentiate(const Scores& s, int slice, const MaximumMoves& moves,
-                                    const ExponentScale& scale, RowState (&state)[2],
+__device__ inline void exponentiate(const Scores& s, int slice, const float (&subtrahends)[2],
+                                    const ExponentScale& scale, float (&sums)[2],
                                     std::uint32_t (&p)[4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float* pair = &s[8 * slice + 4 * i + 2 * half];
-      const float low = fast_exp2(fmaf(pair[0], scale.scale_log2, -moves.subtrahend[half]));
-      const float high = fast_exp2(fmaf(pair[1], scale.scale_log2, -moves.subtrahend[half]));
-      state[half].sum += low + high;
+      const float low = fast_exp2(fmaf(pair[0], scale.scale_log2, -subtrahends[half]));
+      const float high = fast_exp2(fmaf(pair[1], scale.scale_log2, -subtrahends[half]));
+      sums[half] += low + high;
       p[2 * i + half] = pack<T>(low, high);
     }
   }
