@@ -87,6 +87,27 @@ Attention with_close_leaders(Attention a, double logit) {
   return a;
 }
 
+/// Makes the logits rise by steps along the slots, to `height` of the first head, and less with
+/// every other head: kernels that keep a running maximum move it, head by head, at different slots.
+/// Keys of a step tie.
+Attention with_rising_logits(Attention a, double height) {
+  const std::int64_t steps = 16;
+  const std::int64_t channel = a.qk_dim - 1;
+  std::fill(a.q.begin(), a.q.end(), 0.0);
+  for (std::int64_t row = 0; row < a.rows() * a.heads; ++row) {
+    a.q[row * a.qk_dim + channel] =
+        height * static_cast<double>(a.heads - row % a.heads) / static_cast<double>(a.heads);
+  }
+  a.scale = 1;
+  for (std::int64_t s = 0; s < a.keys; ++s) {
+    a.kv[s * a.qk_dim + channel] =
+        static_cast<double>(std::min(s, a.topk - 1) * steps / a.topk + 1) / steps;
+  }
+  for (std::int64_t i = 0; i < a.rows() * a.topk; ++i)
+    a.indices[i] = static_cast<std::int32_t>(i % a.topk);
+  return a;
+}
+
 /// The largest deviation keeps 1.45 times a logit of 5 deviations finite.
 constexpr double kDeviations[] = {1e-30, 1e-10, 0.1, 1, 1e4, 1e6, 1e8, 1e10, 1e15, 1e25, 1e37};
 
@@ -118,6 +139,43 @@ TEST(LogitRange, ALeadOfAFewBitsIsSeen) {
       SCOPED_TRACE(logit);
       const Attention a = with_close_leaders(whole, logit);
       expect_close(a, forward(a, execution), plain_attention(a));
+    }
+  });
+}
+
+TEST(LogitRange, RisingLogitsAreRight) {
+  on_each_type(6, [](const Execution& execution, const Attention& whole) {
+    for (const double height : {4.0, 5.5, 6.0, 8.0, 12.0, 40.0, 700.0, 3000.0}) {
+      SCOPED_TRACE(height);
+      const Attention a = with_rising_logits(whole, height);
+      expect_close(a, forward(a, execution), plain_attention(a));
+    }
+  });
+}
+
+TEST(LogitRange, AHeadDoesNotDependOnWhatOthersReach) {
+  on_each_type(7, [](const Execution& execution, const Attention& whole) {
+    const Attention low = with_rising_logits(whole, 5);
+    const std::int64_t last = low.heads - 1;
+    const auto of_last = [&](const AttentionOutputs& outputs) {
+      AttentionOutputs result;
+      for (std::int64_t row = last; row < low.rows() * low.heads; row += low.heads) {
+        const auto out = outputs.out.begin() + row * low.v_dim;
+        result.out.insert(result.out.end(), out, out + low.v_dim);
+        result.lse.push_back(outputs.lse[row]);
+        result.max_logits.push_back(outputs.max_logits[row]);
+      }
+      return result;
+    };
+    const AttentionOutputs expected = of_last(forward(low, execution));
+    for (const double height : {40.0, 3000.0}) {
+      SCOPED_TRACE(height);
+      Attention mixed = with_rising_logits(whole, height);
+      for (std::int64_t row = last; row < low.rows() * low.heads; row += low.heads) {
+        std::copy_n(low.q.begin() + row * low.qk_dim, low.qk_dim,
+                    mixed.q.begin() + row * low.qk_dim);
+      }
+      expect_same_bits(of_last(forward(mixed, execution)), expected);
     }
   });
 }

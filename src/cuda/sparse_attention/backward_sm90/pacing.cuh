@@ -3,8 +3,9 @@
 // a block sweeps over the keys once an item; where they do not, this gains nothing.
 //
 // Where keys and their gradients fit into L2, blocks had better be at different keys: otherwise all
-// load their next items at once. Where they do not fit, blocks had better be at the same keys,
-// which stay in L2 for so long. Neither changes a result.
+// load their next items at once, and add to the same rows where lists are alike. Where they do not
+// fit, blocks had better be at the same keys, which stay in L2 for so long. Lists that are alike
+// name few keys together, and count as fitting. Neither changes a result.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +25,46 @@ __device__ void delay_start(const BackwardSm90Parameters<T>& params) {
                          item_of(params, block + static_cast<int>(gridDim.x)).blocks);
   constexpr int kCycles = 9000;  // of 64 keys
   spread_start(params.items, std::int64_t{blocks + 1} * kCycles);
+}
+
+/// Whether rows that are worked on at the same time name much the same keys, as neighbouring rows
+/// do that an indexer has selected for. Looks for 32 keys of a row a warp in a list half of these
+/// rows away; where lists do not ascend, it does not find them. Every thread block looks at the
+/// same rows, so all agree. Called by all threads.
+template <class T>
+__device__ bool lists_are_alike(const BackwardSm90Parameters<T>& params) {
+  const int rows = params.items / params.head_groups;
+  const int distance = max(static_cast<int>(gridDim.x) / params.head_groups / 2, 1);
+  constexpr int kWarps = kThreads / 32;
+  bool is_found = false;
+  if (rows > distance) {
+    const auto warp = static_cast<int>(threadIdx.x) / 32;
+    const auto lane = static_cast<int>(threadIdx.x) % 32;
+    const auto t = static_cast<int>(std::int64_t{rows - distance} * warp / kWarps);
+    const Item row = item_of(params, t * params.head_groups);
+    const Item other = item_of(params, (t + distance) * params.head_groups);
+    // Slots without a key, -1, are larger than all keys.
+    const auto key_of = [&](const Item& item, int slot) {
+      return static_cast<std::uint32_t>(
+          __ldg(params.indices + item.t * params.indices_stride + slot));
+    };
+    if (row.slots > 0) {
+      const std::uint32_t key = key_of(row, static_cast<int>(std::int64_t{row.slots} * lane / 32));
+      int begin = 0;
+      int end = other.slots;
+      while (begin < end) {
+        const int middle = (begin + end) / 2;
+        if (key_of(other, middle) < key) {
+          begin = middle + 1;
+        } else {
+          end = middle;
+        }
+      }
+      is_found = key < static_cast<std::uint32_t>(params.keys) && begin < other.slots &&
+                 key_of(other, begin) == key;
+    }
+  }
+  return __syncthreads_count(is_found) >= kThreads / 2;
 }
 
 /// Counts a block of 64 keys. Called by all threads of a warpgroup, of which the first one counts.
@@ -66,7 +107,7 @@ __device__ inline void keep_pace(unsigned* progress, int blocks, int lead) {
       : "memory");
 }
 
-/// Called after a thread block's last item: others no longer wait.
+/// Called after a thread block's last item, or where nobody is to wait: others no longer do.
 __device__ inline void end_pace(unsigned* progress) {
   asm volatile("red.relaxed.gpu.global.max.u32 [%0], 0x80000000;" ::"l"(progress) : "memory");
 }

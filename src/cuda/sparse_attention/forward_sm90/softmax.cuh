@@ -70,9 +70,9 @@ __device__ inline Rescale move_maxima(Scores& s, RowState (&state)[2], const flo
   for (int half = 0; half < 2; ++half) {
     RowState& row = state[half];
     const float largest = quad_max(largest_product(s, half));
+    const float largest_sum = quad_max(sums[half]);
     row.largest = fmaxf(row.largest, largest);
-    if (is_plain(row, subtrahends[half]) ? quad_max(sums[half]) > kMaxSum
-                                         : is_passed(row, largest, scale)) {
+    if (is_plain(row, subtrahends[half]) ? largest_sum > kMaxSum : is_passed(row, largest, scale)) {
       rescale.factors[half] = move_maximum(row, largest, scale);
     }
     subtrahends[half] = subtrahend(row, scale);
