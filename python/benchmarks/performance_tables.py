@@ -9,8 +9,9 @@
 and writes commit, date, device and the times of each; it needs neither torch nor a compiler, and
 `run.sh tables FILE.json` does it from a bundle of scripts/gpu_bundle.sh. `measure-cpu` runs the
 list of `winnow bench` on this machine's CPU. `write` puts the tables of docs/performance/h200.json
-and cpu.json, and of peers-h200.json and eager.json, which against_peers.py and against_eager.py
-write, between their markers in the page; without such a file its tables stay as they are.
+and cpu.json, and of peers-h200.json, peers-index-h200.json and eager.json, which against_peers.py
+and against_eager.py write, between their markers in the page; without such a file its tables stay
+as they are.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from origin import ROOT, origin
 PAGE = ROOT / "docs" / "performance.md"
 FIGURES = ROOT / "docs" / "performance" / "h200.json"
 PEERS = ROOT / "docs" / "performance" / "peers-h200.json"
+INDEX_PEERS = ROOT / "docs" / "performance" / "peers-index-h200.json"
 CPU = ROOT / "docs" / "performance" / "cpu.json"
 EAGER = ROOT / "docs" / "performance" / "eager.json"
 KEPT = ("call", "kernel", "median_seconds", "fastest_seconds", "slowest_seconds", "repeats")
@@ -313,22 +315,22 @@ def with_table(page: str, name: str, text: str) -> str:
     return page
 
 
-def tables(figures: Path, peers: Path, cpu: Path, eager: Path) -> Iterator[tuple[str, str]]:
+def tables() -> Iterator[tuple[str, str]]:
     """Names and texts of the tables that were measured."""
-    if figures.exists():
-        measured = json.loads(figures.read_text())
+    if FIGURES.exists():
+        measured = json.loads(FIGURES.read_text())
         for table in TABLES:
             yield table.name, table_of(table, measured)
-    for name, races in (("peers", peers), ("eager", eager)):
+    for name, races in (("peers", PEERS), ("index_peers", INDEX_PEERS), ("eager", EAGER)):
         if races.exists():
             yield name, peers_table(json.loads(races.read_text()))
-    if cpu.exists():
-        yield "cpu", cpu_table(json.loads(cpu.read_text()))
+    if CPU.exists():
+        yield "cpu", cpu_table(json.loads(CPU.read_text()))
 
 
 def written(page: str) -> str:
     """The page with the tables of docs/performance."""
-    for name, text in tables(FIGURES, PEERS, CPU, EAGER):
+    for name, text in tables():
         page = with_table(page, name, text)
     return page
 

@@ -258,8 +258,8 @@ class Attention {
   }
 
   /// Makes P from the running maximum at once, where there is one; if that has to move, once more.
-  /// Nearly always no lane has to know another's scores: a shuffle would wait behind the copies
-  /// that the gather has issued.
+  /// Nearly always no lane has to know another's scores, which would cost shuffles: they go through
+  /// the same queue as the copies of the gather.
   __device__ Rescale make_probabilities(bool is_first) {
     float subtrahends[2] = {subtrahend(state_[0], scale_), subtrahend(state_[1], scale_)};
     float sums[2] = {};
