@@ -155,27 +155,30 @@ TEST(LogitRange, RisingLogitsAreRight) {
 
 TEST(LogitRange, AHeadDoesNotDependOnWhatOthersReach) {
   on_each_type(7, [](const Execution& execution, const Attention& whole) {
-    const Attention low = with_rising_logits(whole, 5);
-    const std::int64_t last = low.heads - 1;
-    const auto of_last = [&](const AttentionOutputs& outputs) {
-      AttentionOutputs result;
-      for (std::int64_t row = last; row < low.rows() * low.heads; row += low.heads) {
-        const auto out = outputs.out.begin() + row * low.v_dim;
-        result.out.insert(result.out.end(), out, out + low.v_dim);
-        result.lse.push_back(outputs.lse[row]);
-        result.max_logits.push_back(outputs.max_logits[row]);
+    const std::int64_t last = whole.heads - 1;
+    // The last head passes 8 and 2000: a maximum that moves, and one that is large.
+    for (const double own : {8.0, 2000.0}) {
+      const Attention low = with_rising_logits(whole, own * static_cast<double>(whole.heads));
+      const auto of_last = [&](const AttentionOutputs& outputs) {
+        AttentionOutputs result;
+        for (std::int64_t row = last; row < low.rows() * low.heads; row += low.heads) {
+          const auto out = outputs.out.begin() + row * low.v_dim;
+          result.out.insert(result.out.end(), out, out + low.v_dim);
+          result.lse.push_back(outputs.lse[row]);
+          result.max_logits.push_back(outputs.max_logits[row]);
+        }
+        return result;
+      };
+      const AttentionOutputs expected = of_last(forward(low, execution));
+      for (const double height : {40.0, 3000.0}) {
+        SCOPED_TRACE(height);
+        Attention mixed = with_rising_logits(whole, height);
+        for (std::int64_t row = last; row < low.rows() * low.heads; row += low.heads) {
+          std::copy_n(low.q.begin() + row * low.qk_dim, low.qk_dim,
+                      mixed.q.begin() + row * low.qk_dim);
+        }
+        expect_same_bits(of_last(forward(mixed, execution)), expected);
       }
-      return result;
-    };
-    const AttentionOutputs expected = of_last(forward(low, execution));
-    for (const double height : {40.0, 3000.0}) {
-      SCOPED_TRACE(height);
-      Attention mixed = with_rising_logits(whole, height);
-      for (std::int64_t row = last; row < low.rows() * low.heads; row += low.heads) {
-        std::copy_n(low.q.begin() + row * low.qk_dim, low.qk_dim,
-                    mixed.q.begin() + row * low.qk_dim);
-      }
-      expect_same_bits(of_last(forward(mixed, execution)), expected);
     }
   });
 }

@@ -7,7 +7,7 @@
 namespace winnow::hopper {
 
 /// Starts a copy; where `valid` is false it writes zeros and reads nothing. L2 fetches the line of
-/// 128 bytes; pairs of lines would reach beyond rows of 1152 bytes.
+/// 128 bytes; pairs of lines would reach beyond rows of an odd number of them, such as 1152 bytes.
 __device__ inline void copy_16_bytes(std::uint32_t shared_address, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address),
                "l"(source), "r"(valid ? 16 : 0)

@@ -67,12 +67,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
-  bool is_delayed = params.delayed;
-  if (params.progress != nullptr && lists_are_alike(params)) {
-    if (threadIdx.x == 0) end_pace(params.progress);
-    is_delayed = true;
-  }
-  if (is_delayed) delay_start(params);
+  begin_pace(params);
   if (threadIdx.x < kWarpgroup) {
     shrink_registers<kScoreRegisters>();
     compute_scores<T, kTiles, kMode>(params, q, out, d_out, shared);

@@ -10,8 +10,8 @@
 
 namespace winnow::cuda::sparse_attention {
 
-// The running maximum moves when a score passes it by this much (log2): P stays below 2^8, and out
-// is seldom rescaled.
+// The running maximum moves when a score passes it by this much (log2), unless a kernel has a rule
+// of its own: P is at most 2^8, and out is seldom rescaled.
 inline constexpr float kLazyMaximum = 8;
 // The largest logit of a maximum (log2) up to which exponents are s * scale - maximum in one
 // instruction. The maximum is rounded by 2^-24 of itself, which costs P at most 2^-14 of its value.
@@ -39,7 +39,7 @@ struct ExponentScale {
 };
 
 /// What is subtracted from the logits of a row, in log2.
-__device__ inline float subtrahend(const RowState& row, const ExponentScale& scale) {
+__device__ inline float subtrahend_of(const RowState& row, const ExponentScale& scale) {
   return row.maximum == -INFINITY ? 0.0f : row.maximum * scale.scale_log2;
 }
 

@@ -8,14 +8,16 @@
 namespace winnow::cuda::sparse_attention {
 
 /// Whether the calling thread block has two items or more, but one less than others: then it can
-/// start up to an item later and ends no later than they do. Items are dealt out in turns.
+/// start later, by what their last item takes, and ends no later than they do. Items are dealt out
+/// in turns.
 __device__ inline bool has_time_to_spare(int items) {
   const auto block = static_cast<int>(blockIdx.x);
   const auto grid = static_cast<int>(gridDim.x);
   return items % grid != 0 && block >= items % grid && block + grid < items;
 }
 
-/// Delays such a thread block; over them the delays go evenly from none to `most` cycles.
+/// Delays a thread block that has time to spare, as the caller has asked; over all of them the
+/// delays go evenly from none to `most` cycles.
 __device__ inline void spread_start(int items, std::int64_t most) {
   const int first = items % static_cast<int>(gridDim.x);
   const std::int64_t delay =

@@ -4,8 +4,8 @@
 //
 // Where keys and their gradients fit into L2, blocks had better be at different keys: otherwise all
 // load their next items at once, and add to the same rows where lists are alike. Where they do not
-// fit, blocks had better be at the same keys, which stay in L2 for so long. Lists that are alike
-// name few keys together, and count as fitting. Neither changes a result.
+// fit, blocks had better be at the same keys, which stay in L2 for so long. Short lists that are
+// alike name few keys together, and count as fitting. Neither changes a result.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +20,11 @@ template <class T>
 __device__ void delay_start(const BackwardSm90Parameters<T>& params) {
   if (!has_time_to_spare(params.items)) return;
   const auto block = static_cast<int>(blockIdx.x);
-  // The lesser of two items, lest one long row delays many short ones.
-  const int blocks = min(item_of(params, block).blocks,
-                         item_of(params, block + static_cast<int>(gridDim.x)).blocks);
+  // The least of three items: others' last ones must take as long as the delay, and one long row
+  // must not delay many short ones.
+  const int blocks = min(min(item_of(params, block).blocks,
+                             item_of(params, block + static_cast<int>(gridDim.x)).blocks),
+                         item_of(params, params.items - 1).blocks);
   constexpr int kCycles = 9000;  // of 64 keys
   spread_start(params.items, std::int64_t{blocks + 1} * kCycles);
 }
@@ -33,6 +35,9 @@ __device__ void delay_start(const BackwardSm90Parameters<T>& params) {
 /// same rows, so all agree. Called by all threads.
 template <class T>
 __device__ bool lists_are_alike(const BackwardSm90Parameters<T>& params) {
+  // A list alone must leave room in L2, and where blocks have one item nothing is to gain.
+  constexpr int kMostSlots = (20 << 20) / (kMaxTiles * kTileColumns * 6);
+  if (params.topk > kMostSlots || params.items < 2 * static_cast<int>(gridDim.x)) return false;
   const int rows = params.items / params.head_groups;
   const int distance = max(static_cast<int>(gridDim.x) / params.head_groups / 2, 1);
   constexpr int kWarps = kThreads / 32;
@@ -110,6 +115,18 @@ __device__ inline void keep_pace(unsigned* progress, int blocks, int lead) {
 /// Called after a thread block's last item, or where nobody is to wait: others no longer do.
 __device__ inline void end_pace(unsigned* progress) {
   asm volatile("red.relaxed.gpu.global.max.u32 [%0], 0x80000000;" ::"l"(progress) : "memory");
+}
+
+/// Called by all threads before the first item: delays the block where blocks had better be at
+/// different keys. Otherwise they keep pace if there is a `progress`.
+template <class T>
+__device__ void begin_pace(const BackwardSm90Parameters<T>& params) {
+  bool is_delayed = params.delayed;
+  if (params.progress != nullptr && lists_are_alike(params)) {
+    if (threadIdx.x == 0) end_pace(params.progress);
+    is_delayed = true;
+  }
+  if (is_delayed) delay_start(params);
 }
 
 }  // namespace winnow::cuda::sparse_attention::backward_sm90

@@ -156,7 +156,7 @@ class Attention {
       state_[j].largest = fmaxf(state_[j].largest, largest);
       moves.rescale[j] =
           is_passed(state_[j], largest, scale_) ? move_maximum(state_[j], largest, scale_) : 1.0f;
-      moves.subtrahend[j] = subtrahend(state_[j], scale_);
+      moves.subtrahend[j] = subtrahend_of(state_[j], scale_);
     }
     return moves;
   }

@@ -258,10 +258,10 @@ class Attention {
   }
 
   /// Makes P from the running maximum at once, where there is one; if that has to move, once more.
-  /// Nearly always no lane has to know another's scores, which would cost shuffles: they go through
-  /// the same queue as the copies of the gather.
+  /// Nearly always no lane has to know another's scores, which would cost shuffles on the critical
+  /// path.
   __device__ Rescale make_probabilities(bool is_first) {
-    float subtrahends[2] = {subtrahend(state_[0], scale_), subtrahend(state_[1], scale_)};
+    float subtrahends[2] = {subtrahend_of(state_[0], scale_), subtrahend_of(state_[1], scale_)};
     float sums[2] = {};
     bool is_done = false;
     if (!is_first) {

@@ -15,7 +15,7 @@ using Scores = float[kBlock / 2];                     // the accumulator of S
 using Probabilities = std::uint32_t[kBlock / 16][4];  // P as fragments of 16 keys
 
 // P is made from the running maximum before the block. The maximum moves when a lane's exponentials
-// add up to more than this, so that P stays below 2^8: unlike the largest score, the sum costs no
+// add up to more than this, so that P is at most 2^8: unlike the largest score, the sum costs no
 // instruction and no exchange between lanes.
 inline constexpr float kMaxSum = 256;
 
@@ -60,9 +60,9 @@ __device__ inline bool is_plain(const RowState& row, float subtrahend) {
   return row.maximum != -INFINITY && fabsf(subtrahend) <= kMaxSubtrahend;
 }
 
-/// Moves the running maxima of a lane's two rows where they have to. `sums`: of the exponentials
-/// from the maxima before; `subtrahends` become those of the maxima after. Whether a maximum moves
-/// depends on its row alone, not on the other rows of the warp.
+/// Moves the running maxima of a lane's two rows where they have to. `sums` are those of the
+/// exponentials from the maxima before; `subtrahends` become those of the maxima after. Whether a
+/// maximum moves depends on its row alone, not on the other rows of the warp.
 __device__ inline Rescale move_maxima(Scores& s, RowState (&state)[2], const float (&sums)[2],
                                       const ExponentScale& scale, float (&subtrahends)[2]) {
   Rescale rescale;
@@ -75,7 +75,7 @@ __device__ inline Rescale move_maxima(Scores& s, RowState (&state)[2], const flo
     if (is_plain(row, subtrahends[half]) ? largest_sum > kMaxSum : is_passed(row, largest, scale)) {
       rescale.factors[half] = move_maximum(row, largest, scale);
     }
-    subtrahends[half] = subtrahend(row, scale);
+    subtrahends[half] = subtrahend_of(row, scale);
     // Maxima whose logits are large are subtracted from the products themselves, where close ones
     // have an exact difference: rounded, the logit of the maximum is off by more than the
     // exponentials bear.
