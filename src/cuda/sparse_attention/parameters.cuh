@@ -139,7 +139,7 @@ struct BackwardSm90Parameters {
   float* d_sink;                // [heads], or [tokens, heads] where sums are deterministic, or null
   unsigned* progress;           // of all thread blocks, or null: none waits for others
   int lead;                     // the most blocks of keys that one may be ahead
-  bool delayed;                 // blocks begin one after another
+  bool delayed;                 // blocks begin one after another, whatever lists are like
   // Where sums are exact (exact_sums_sm90.h):
   const float* inverse_quanta;                                      // [keys]
   const sparse_attention::backward_sm90::HeadConstants* constants;  // [items, 64]
