@@ -57,6 +57,23 @@ void reorder(const KeySums& sums, cudaStream_t stream) {
 
 // ---- Rounding.
 
+/// Rounds the four columns that a lane has in fragment order, and swaps with the other lanes of its
+/// quad: lane c has columns 2c, 2c + 1, 2c + 8 and 2c + 9 of 16, and gets 4c to 4c + 3.
+template <class T>
+__device__ uint2 columns_of_fragment(const float4& fragment) {
+  const std::uint32_t low = pack<T>(fragment.x, fragment.y);
+  const std::uint32_t high = pack<T>(fragment.z, fragment.w);
+  const auto lane = static_cast<int>(threadIdx.x) % 32;
+  const int first = lane / 4 * 4 + lane % 2 * 2;  // the lane of the first of two pairs
+  const bool is_low = lane % 4 < 2;
+  const auto pair_of = [&](int from) {
+    const std::uint32_t from_low = __shfl_sync(0xffffffffu, low, from);
+    const std::uint32_t from_high = __shfl_sync(0xffffffffu, high, from);
+    return is_low ? from_low : from_high;
+  };
+  return {pair_of(first), pair_of(first + 1)};
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     round_sums_kernel(KeySums sums, T* d_keys, std::int64_t stride) {
@@ -70,22 +87,32 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// Rounds rows in fragment order, which begin at 16-byte boundaries on both sides. A warp takes a
-/// row, a lane four columns at a time.
+/// row; four lanes load 16 columns of it as they are stored, and swap pairs of them.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     round_fragments_kernel(KeySums sums, T* d_keys, std::int64_t stride) {
   wait_for_previous_grid();
+  constexpr int kAtOnce = 5;  // a whole row of 576 or 512
+  constexpr int kColumns = 4 * 32;
   const auto lane = static_cast<int>(threadIdx.x) % 32;
+  const auto dim = static_cast<int>(sums.dim);
   const std::int64_t step = std::int64_t{gridDim.x} * (kThreads / 32);
   for (std::int64_t key = std::int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
        key < sums.keys; key += step) {
     const float* const row = sums.data + key * sums.stride;
-#pragma unroll 5
-    for (auto d = 4 * lane; d < static_cast<int>(sums.dim); d += 4 * 32) {
-      const float2 first = __ldcs(reinterpret_cast<const float2*>(row + fragment_place(d)));
-      const float2 second = __ldcs(reinterpret_cast<const float2*>(row + fragment_place(d + 2)));
-      *reinterpret_cast<uint2*>(d_keys + key * stride + d) = {pack<T>(first.x, first.y),
-                                                              pack<T>(second.x, second.y)};
+    for (int base = 4 * lane; base - 4 * lane < dim; base += kAtOnce * kColumns) {
+      float4 fragments[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int d = base + i * kColumns;
+        fragments[i] = d < dim ? __ldcs(reinterpret_cast<const float4*>(row + d)) : float4{};
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int d = base + i * kColumns;
+        const uint2 columns = columns_of_fragment<T>(fragments[i]);
+        if (d < dim) __stcs(reinterpret_cast<uint2*>(d_keys + key * stride + d), columns);
+      }
     }
   }
 }

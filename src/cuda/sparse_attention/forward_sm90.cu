@@ -40,6 +40,7 @@
 #include "core/refusals.h"
 #include "cuda/common/runtime.h"
 #include "cuda/common/tensor_map.h"
+#include "cuda/sparse_attention/alike_lists.cuh"
 #include "cuda/sparse_attention/forward_sm90/attend.cuh"
 #include "cuda/sparse_attention/forward_sm90/gather.cuh"
 #include "cuda/sparse_attention/kernels.h"
@@ -53,9 +54,8 @@ using namespace sparse_attention::forward_sm90;
 /// The slots of an item, 0 if one of some that are looked at holds no key: then it may have few.
 __device__ int full_slots(const ForwardParameters& params, int item) {
   const std::int64_t t = item / params.head_groups;
-  const int slots =
-      params.lengths == nullptr ? params.topk : min(__ldg(params.lengths + t), params.topk);
-  if (slots <= 0) return 0;
+  const int slots = slots_of(params, t);
+  if (slots == 0) return 0;
   constexpr int kLooks = 5;
   for (int i = 0; i < kLooks; ++i) {
     const std::int64_t slot = std::int64_t{slots - 1} * i / (kLooks - 1);
@@ -65,9 +65,19 @@ __device__ int full_slots(const ForwardParameters& params, int item) {
   return slots;
 }
 
-/// Spreads the change of items by up to `cycles` for a block of keys.
+// What a block of keys takes, measured on an H200.
+constexpr int kCyclesOfBlock = 2800;
+
+/// Spreads the change of items by up to `cycles` for a block of keys, or by all that it takes where
+/// lists are alike, so that few keys are in use at a time. Called by all threads.
 __device__ void delay_start(const ForwardParameters& params, int cycles) {
   if (!sparse_attention::has_time_to_spare(params.items)) return;
+  constexpr int kMostSlots = (20 << 20) / (kMaxTiles * kTileColumns * 2);  // leave room in L2
+  if (cycles < kCyclesOfBlock && params.topk <= kMostSlots &&
+      sparse_attention::lists_are_alike<kThreads>(params)) {
+    cycles = kCyclesOfBlock;
+  }
+  if (threadIdx.x != 0) return;
   // The least of three items: others' last ones must take as long as the delay, and one long row
   // must not delay many short ones.
   const auto block = static_cast<int>(blockIdx.x);
@@ -84,8 +94,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                                     int cycles_per_block) {
   extern __shared__ __align__(1024) std::byte memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+  delay_start(params, cycles_per_block);
   if (threadIdx.x == 0) {
-    delay_start(params, cycles_per_block);
     prefetch(q);
     for (int side = 0; side < 2; ++side) {
       for (int i = 0; i < 2; ++i) {
@@ -112,14 +122,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-/// The cycles for a block of keys by which thread blocks may start apart: what it takes, measured
-/// on an H200, or less. For blocks sweep over the keys together, and the part of the keys between
+/// The cycles for a block of keys by which thread blocks may start apart, whatever lists are like:
+/// what it takes, or less. For blocks sweep over the keys together, and the part of the keys between
 /// them should stay in L2: a spread over 64 MiB of random keys cost 2 %, over 32 MiB nothing.
 int delay_per_block(const Tensor& kv) {
-  constexpr double kCycles = 2800;
   constexpr double kSpreadBytes = 32 << 20;
   const double bytes = static_cast<double>(kv.shape[0] * kv.shape[1]) * element_bytes(kv.dtype);
-  return static_cast<int>(kCycles * std::min(1.0, kSpreadBytes / bytes));
+  return static_cast<int>(kCyclesOfBlock * std::min(1.0, kSpreadBytes / bytes));
 }
 
 template <class T>

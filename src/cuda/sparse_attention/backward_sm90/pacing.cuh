@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "cuda/sparse_attention/alike_lists.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 #include "cuda/sparse_attention/spread_start.cuh"
 
@@ -29,47 +30,14 @@ __device__ void delay_start(const BackwardSm90Parameters<T>& params) {
   spread_start(params.items, std::int64_t{blocks + 1} * kCycles);
 }
 
-/// Whether rows that are worked on at the same time name much the same keys, as neighbouring rows
-/// do that an indexer has selected for. Looks for 32 keys of a row a warp in a list half of these
-/// rows away; where lists do not ascend, it does not find them. Every thread block looks at the
-/// same rows, so all agree. Called by all threads.
+/// Whether thread blocks are to be at different keys because lists are alike. Called by all
+/// threads.
 template <class T>
-__device__ bool lists_are_alike(const BackwardSm90Parameters<T>& params) {
+__device__ bool are_few_keys_in_use(const BackwardSm90Parameters<T>& params) {
   // A list alone must leave room in L2, and where blocks have one item nothing is to gain.
   constexpr int kMostSlots = (20 << 20) / (kMaxTiles * kTileColumns * 6);
   if (params.topk > kMostSlots || params.items < 2 * static_cast<int>(gridDim.x)) return false;
-  const int rows = params.items / params.head_groups;
-  const int distance = max(static_cast<int>(gridDim.x) / params.head_groups / 2, 1);
-  constexpr int kWarps = kThreads / 32;
-  bool is_found = false;
-  if (rows > distance) {
-    const auto warp = static_cast<int>(threadIdx.x) / 32;
-    const auto lane = static_cast<int>(threadIdx.x) % 32;
-    const auto t = static_cast<int>(std::int64_t{rows - distance} * warp / kWarps);
-    const Item row = item_of(params, t * params.head_groups);
-    const Item other = item_of(params, (t + distance) * params.head_groups);
-    // Slots without a key, -1, are larger than all keys.
-    const auto key_of = [&](const Item& item, int slot) {
-      return static_cast<std::uint32_t>(
-          __ldg(params.indices + item.t * params.indices_stride + slot));
-    };
-    if (row.slots > 0) {
-      const std::uint32_t key = key_of(row, static_cast<int>(std::int64_t{row.slots} * lane / 32));
-      int begin = 0;
-      int end = other.slots;
-      while (begin < end) {
-        const int middle = (begin + end) / 2;
-        if (key_of(other, middle) < key) {
-          begin = middle + 1;
-        } else {
-          end = middle;
-        }
-      }
-      is_found = key < static_cast<std::uint32_t>(params.keys) && begin < other.slots &&
-                 key_of(other, begin) == key;
-    }
-  }
-  return __syncthreads_count(is_found) >= kThreads / 2;
+  return lists_are_alike<kThreads>(params);
 }
 
 /// Counts a block of 64 keys. Called by all threads of a warpgroup, of which the first one counts.
@@ -122,7 +90,7 @@ __device__ inline void end_pace(unsigned* progress) {
 template <class T>
 __device__ void begin_pace(const BackwardSm90Parameters<T>& params) {
   bool is_delayed = params.delayed;
-  if (params.progress != nullptr && lists_are_alike(params)) {
+  if (params.progress != nullptr && are_few_keys_in_use(params)) {
     if (threadIdx.x == 0) end_pace(params.progress);
     is_delayed = true;
   }
