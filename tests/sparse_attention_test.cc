@@ -268,6 +268,34 @@ TEST(SparseAttention, RowsDoNotDependOnTheirNeighbours) {
   });
 }
 
+// Where keys exceed L2, thread blocks of Hopper's kernel start further apart if lists are alike.
+TEST(SparseAttention, OnCudaRowsOfManyKeysDoNotDependOnTheirNeighbours) {
+  if (!has_cuda()) GTEST_SKIP();
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
+    if (execution.backend != Backend::cuda) return;
+    Attention a = filled({.tokens = 300,
+                          .keys = 30000,
+                          .heads = 64,
+                          .qk_dim = 576,
+                          .v_dim = 512,
+                          .topk = 512,
+                          .scale = 0.0625F},
+                         49);
+    const AttentionForwardWork work(a, harness::device_of(execution.backend));
+    if (!is_taken(work.args, execution)) return;
+    for (const bool are_alike : {false, true}) {
+      SCOPED_TRACE(are_alike);
+      if (are_alike) {
+        for (std::int64_t i = 0; i < a.rows() * a.topk; ++i)
+          a.indices[i] = static_cast<std::int32_t>(i % a.topk * (a.keys / a.topk));
+      }
+      const AttentionOutputs together = forward(a, execution);
+      for (const std::int64_t t : {0, 131, 132, 299})
+        expect_same_bits(forward(rows_of(a, t, 1), execution), rows_of(a, together, t, 1));
+    }
+  });
+}
+
 TEST(SparseAttention, PackedDocumentsEqualEachAlone) {
   on_each_attention_kernel(19, [](const Execution& execution, const Attention& document) {
     const int documents = 3;

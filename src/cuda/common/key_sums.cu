@@ -16,6 +16,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostTerms = std::int64_t{1} << 22;  // of a piece
 constexpr std::int64_t kLeastSlots = 64;
+constexpr int kLaneColumns = 5;  // float4 of a lane at a time: a whole row of 576 or 512
 
 // ---- The order of columns.
 
@@ -92,24 +93,23 @@ template <class T>
 __global__ void __launch_bounds__(kThreads)
     round_fragments_kernel(KeySums sums, T* d_keys, std::int64_t stride) {
   wait_for_previous_grid();
-  constexpr int kAtOnce = 5;  // a whole row of 576 or 512
-  constexpr int kColumns = 4 * 32;
+  constexpr int kWarpColumns = 32 * 4;
   const auto lane = static_cast<int>(threadIdx.x) % 32;
   const auto dim = static_cast<int>(sums.dim);
   const std::int64_t step = std::int64_t{gridDim.x} * (kThreads / 32);
   for (std::int64_t key = std::int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
        key < sums.keys; key += step) {
     const float* const row = sums.data + key * sums.stride;
-    for (int base = 4 * lane; base - 4 * lane < dim; base += kAtOnce * kColumns) {
-      float4 fragments[kAtOnce];
+    for (int base = 4 * lane; base - 4 * lane < dim; base += kLaneColumns * kWarpColumns) {
+      float4 fragments[kLaneColumns];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int d = base + i * kColumns;
+      for (int i = 0; i < kLaneColumns; ++i) {
+        const int d = base + i * kWarpColumns;
         fragments[i] = d < dim ? __ldcs(reinterpret_cast<const float4*>(row + d)) : float4{};
       }
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int d = base + i * kColumns;
+      for (int i = 0; i < kLaneColumns; ++i) {
+        const int d = base + i * kWarpColumns;
         const uint2 columns = columns_of_fragment<T>(fragments[i]);
         if (d < dim) __stcs(reinterpret_cast<uint2*>(d_keys + key * stride + d), columns);
       }
@@ -159,8 +159,6 @@ __device__ std::int64_t end_of_key(const std::uint32_t* __restrict__ keys, std::
   }
 }
 
-constexpr int kColumns = 5;  // float4 of a lane at a time: a whole row of 576 or 512
-
 /// A warp adds the terms of the keys whose first term is in its 32 places.
 __global__ void __launch_bounds__(kThreads)
     add_in_order_kernel(const std::uint32_t* __restrict__ keys,
@@ -179,11 +177,11 @@ __global__ void __launch_bounds__(kThreads)
       const std::int64_t end = end_of_key(keys, count, first + 1, key, lane);
       float* const sum = sums.data + key * sums.stride;
       for (std::int64_t base_column = lane * 4; base_column < sums.dim;
-           base_column += kColumns * 32 * 4) {
-        float4 totals[kColumns];
+           base_column += kLaneColumns * 32 * 4) {
+        float4 totals[kLaneColumns];
         const auto each_column = [&](auto use) {
 #pragma unroll
-          for (int j = 0; j < kColumns; ++j) {
+          for (int j = 0; j < kLaneColumns; ++j) {
             const std::int64_t d = base_column + j * 32 * 4;
             if (d < sums.dim) use(totals[j], d);
           }

@@ -9,10 +9,10 @@
 
 namespace winnow::cuda::sparse_attention {
 
-/// Looks for 32 keys of a row a warp in the list of a row half a wave of thread blocks away; where
-/// lists do not ascend, it does not find them. All thread blocks look at the same rows, so all
-/// agree. Called by all kThreads threads of a block; `params` are those of a forward or backward
-/// kernel.
+/// Each warp takes one row and looks for 32 of its keys in the list of the row half a wave of
+/// thread blocks further on; where lists do not ascend, it may not find them. Thread blocks look at
+/// the same rows, so all that ask agree. Called by all kThreads threads of a block; `params` are
+/// those of a forward or backward kernel.
 template <int kThreads, class Parameters>
 __device__ bool lists_are_alike(const Parameters& params) {
   const int rows = params.items / params.head_groups;
@@ -28,10 +28,10 @@ __device__ bool lists_are_alike(const Parameters& params) {
     const auto key_of = [&](std::int64_t t, int slot) {
       return static_cast<std::uint32_t>(__ldg(params.indices + t * params.indices_stride + slot));
     };
-    const int slots = slots_of(params, row);
+    const int slots = slots_of_row(params, row);
     if (slots > 0) {
       const std::uint32_t key = key_of(row, static_cast<int>(std::int64_t{slots} * lane / 32));
-      const int other_slots = slots_of(params, other);
+      const int other_slots = slots_of_row(params, other);
       int begin = 0;
       int end = other_slots;
       while (begin < end) {

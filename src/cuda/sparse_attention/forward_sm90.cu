@@ -54,7 +54,7 @@ using namespace sparse_attention::forward_sm90;
 /// The slots of an item, 0 if one of some that are looked at holds no key: then it may have few.
 __device__ int full_slots(const ForwardParameters& params, int item) {
   const std::int64_t t = item / params.head_groups;
-  const int slots = slots_of(params, t);
+  const int slots = slots_of_row(params, t);
   if (slots == 0) return 0;
   constexpr int kLooks = 5;
   for (int i = 0; i < kLooks; ++i) {
@@ -68,15 +68,20 @@ __device__ int full_slots(const ForwardParameters& params, int item) {
 // What a block of keys takes, measured on an H200.
 constexpr int kCyclesOfBlock = 2800;
 
+/// Whether lists are so much alike that the keys in use at a time stay in L2, wherever in its list
+/// each thread block is. Called by all threads.
+__device__ bool are_few_keys_in_use(const ForwardParameters& params) {
+  constexpr int kMostSlots = (20 << 20) / (kMaxTiles * kTileColumns * 2);  // a list leaves room
+  constexpr int kLeastSlots = 512;  // fewer take no longer than the look
+  return params.topk >= kLeastSlots && params.topk <= kMostSlots &&
+         sparse_attention::lists_are_alike<kThreads>(params);
+}
+
 /// Spreads the change of items by up to `cycles` for a block of keys, or by all that it takes where
-/// lists are alike, so that few keys are in use at a time. Called by all threads.
+/// lists are alike. Called by all threads.
 __device__ void delay_start(const ForwardParameters& params, int cycles) {
   if (!sparse_attention::has_time_to_spare(params.items)) return;
-  constexpr int kMostSlots = (20 << 20) / (kMaxTiles * kTileColumns * 2);  // leave room in L2
-  if (cycles < kCyclesOfBlock && params.topk <= kMostSlots &&
-      sparse_attention::lists_are_alike<kThreads>(params)) {
-    cycles = kCyclesOfBlock;
-  }
+  const bool is_free = cycles < kCyclesOfBlock && are_few_keys_in_use(params);
   if (threadIdx.x != 0) return;
   // The least of three items: others' last ones must take as long as the delay, and one long row
   // must not delay many short ones.
@@ -84,7 +89,8 @@ __device__ void delay_start(const ForwardParameters& params, int cycles) {
   const int slots =
       min(min(full_slots(params, block), full_slots(params, block + static_cast<int>(gridDim.x))),
           full_slots(params, params.items - 1));
-  sparse_attention::spread_start(params.items, std::int64_t{slots / kBlock} * cycles);
+  sparse_attention::spread_start(
+      params.items, std::int64_t{slots / kBlock} * (is_free ? kCyclesOfBlock : cycles));
 }
 
 template <class T, int kTiles>
@@ -123,8 +129,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 /// The cycles for a block of keys by which thread blocks may start apart, whatever lists are like:
-/// what it takes, or less. For blocks sweep over the keys together, and the part of the keys between
-/// them should stay in L2: a spread over 64 MiB of random keys cost 2 %, over 32 MiB nothing.
+/// what it takes, or less. For blocks sweep over the keys together, and the part of the keys
+/// between them should stay in L2: a spread over 64 MiB of random keys cost 2 %, over 32 MiB
+/// nothing.
 int delay_per_block(const Tensor& kv) {
   constexpr double kSpreadBytes = 32 << 20;
   const double bytes = static_cast<double>(kv.shape[0] * kv.shape[1]) * element_bytes(kv.dtype);

@@ -195,7 +195,7 @@ BackwardSm90Parameters<T> backward_sm90_parameters(const SparseAttentionBackward
 
 /// The slots of a row that may hold a key. `params` are those of a forward or backward kernel.
 template <class Parameters>
-__device__ int slots_of(const Parameters& params, std::int64_t t) {
+__device__ int slots_of_row(const Parameters& params, std::int64_t t) {
   if (params.lengths == nullptr) return params.topk;
   return max(min(__ldg(params.lengths + t), params.topk), 0);
 }

@@ -30,7 +30,7 @@ __device__ void delay_start(const BackwardSm90Parameters<T>& params) {
   spread_start(params.items, std::int64_t{blocks + 1} * kCycles);
 }
 
-/// Whether thread blocks are to be at different keys because lists are alike. Called by all
+/// Whether lists are so much alike that the keys in use at a time stay in L2. Called by all
 /// threads.
 template <class T>
 __device__ bool are_few_keys_in_use(const BackwardSm90Parameters<T>& params) {

@@ -100,7 +100,7 @@ __device__ Item item_of(const BackwardSm90Parameters<T>& params, int number) {
   Item item;
   item.t = number / params.head_groups;
   item.first_head = number % params.head_groups * kHeads;
-  item.slots = slots_of(params, item.t);
+  item.slots = slots_of_row(params, item.t);
   item.blocks = max((item.slots + kBlock - 1) / kBlock, 1);
   return item;
 }

@@ -100,8 +100,7 @@ class Gatherer {
     block_ = 0;
     item_has_keys_ = false;
     t_ = item / params_.head_groups;
-    slots_ =
-        params_.lengths == nullptr ? params_.topk : min(__ldg(params_.lengths + t_), params_.topk);
+    slots_ = slots_of_row(params_, t_);
     load_keys();
   }
 
