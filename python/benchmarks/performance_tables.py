@@ -10,8 +10,8 @@ and writes commit, date, device and the times of each; it needs neither torch no
 `run.sh tables FILE.json` does it from a bundle of scripts/gpu_bundle.sh. `measure-cpu` runs the
 list of `winnow bench` on this machine's CPU. `write` puts the tables of docs/performance/h200.json
 and cpu.json, and of peers-h200.json, peers-index-h200.json and eager.json, which against_peers.py
-and against_eager.py write, between their markers in the page; without such a file its tables stay
-as they are.
+and against_eager.py write, between their markers in the page, and a summary of the races with peers
+into README.md; without such a file its tables stay as they are.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from pathlib import Path
 
 from origin import ROOT, origin
 
+README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "performance.md"
 FIGURES = ROOT / "docs" / "performance" / "h200.json"
 PEERS = ROOT / "docs" / "performance" / "peers-h200.json"
@@ -145,6 +146,41 @@ TABLES = [
         },
     ),
 ]
+
+# The races of README.md: work, against whom, their names without keys and data, and the keys.
+SUMMARY = [
+    (
+        "indexer scores and exact top-k, 32 heads",
+        "cuDNN's scores and top-k",
+        "scores and top-k, bf16, 32 x 128",
+        (32768, 131072),
+    ),
+    (
+        "the same in fp8",
+        "DeepGEMM's scores, cuDNN's top-k",
+        "scores and top-k, fp8, 32 x 128",
+        (32768, 131072),
+    ),
+    (
+        "attention forward, 64 heads",
+        "FlashMLA",
+        "forward, H 64, 576/512, K 2048",
+        (32768, 131072),
+    ),
+    ("128 heads", "FlashMLA", "forward, H 128, 576/512, K 2048", (32768,)),
+    (
+        "attention backward, 64 heads",
+        "cuDNN",
+        "backward, H 64, 576/512, K 2048",
+        (8192, 32768, 131072),
+    ),
+    ("128 heads", "cuDNN", "backward, H 128, 576/512, K 2048", (8192,)),
+]
+# Its columns: what they show, and what the races of the indexer and of attention call that.
+SUMMARY_DATA = {
+    "smooth scores, selected lists": ("smooth", "selected"),
+    "independent scores, random lists": ("independent", "random"),
+}
 
 
 # ---- Measuring.
@@ -306,6 +342,29 @@ def peers_table(races: dict) -> str:
     return text
 
 
+def summary_table(races_of: dict[str, dict]) -> str:
+    """How many times as fast as the fastest peer winnow is; `races_of` what is in their files."""
+    times = {race["race"]: race["ms"] for races in races_of.values() for race in races["results"]}
+
+    def speed_up(race: str, data: tuple[str, ...]) -> str:
+        (name,) = {f"{race}, {each}" for each in data} & times.keys()
+        ours, *theirs = times[name].values()
+        return f"{min(theirs) / ours:.2f}"
+
+    text = head(["work", "keys", "against", *SUMMARY_DATA])
+    for work, against, race, keys in SUMMARY:
+        speed_ups = [
+            " / ".join(speed_up(f"{race}, {each} keys", data) for each in keys)
+            for data in SUMMARY_DATA.values()
+        ]
+        text += line([work, " / ".join(f"{each // 1024}k" for each in keys), against, *speed_ups])
+    origins = []
+    for what, races in races_of.items():
+        versions = ", ".join(f"{name} {version}" for name, version in races["versions"].items())
+        origins.append(f"{what} at commit {races['commit']}, {races['date']}, with {versions}")
+    return f"{text}\nTaken: {'; '.join(origins)}.\n"
+
+
 def with_table(page: str, name: str, text: str) -> str:
     begin, end = f"<!-- table: {name} -->\n", "<!-- end of table -->"
     pattern = re.escape(begin) + ".*?" + re.escape(end)
@@ -316,7 +375,7 @@ def with_table(page: str, name: str, text: str) -> str:
 
 
 def tables() -> Iterator[tuple[str, str]]:
-    """Names and texts of the tables that were measured."""
+    """Names and texts of the page's tables that were measured."""
     if FIGURES.exists():
         measured = json.loads(FIGURES.read_text())
         for table in TABLES:
@@ -335,6 +394,15 @@ def written(page: str) -> str:
     return page
 
 
+def written_readme(page: str) -> str:
+    """README.md with the summary of the races."""
+    if not (PEERS.exists() and INDEX_PEERS.exists()):
+        return page
+    races = {"the indexer": INDEX_PEERS, "attention": PEERS}
+    summary = summary_table({what: json.loads(file.read_text()) for what, file in races.items()})
+    return with_table(page, "races", summary)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands: Callable = parser.add_subparsers(dest="command", required=True).add_parser
@@ -345,13 +413,14 @@ def main() -> int:
         measuring = commands(name, help=what)
         measuring.add_argument("file", type=Path, metavar="FILE")
         measuring.add_argument("--winnow", default=f"build/{build}/winnow", metavar="PROGRAM")
-    commands("write", help="write the tables of docs/performance.md")
+    commands("write", help="write the tables of docs/performance.md and README.md")
     given = parser.parse_args()
     if given.command == "measure":
         return measure(given.file, given.winnow)
     if given.command == "measure-cpu":
         return measure_cpu(given.file, given.winnow)
     PAGE.write_text(written(PAGE.read_text()))
+    README.write_text(written_readme(README.read_text()))
     return 0
 
 

@@ -91,6 +91,21 @@ def test_the_race_becomes_a_table(script):
     assert text.splitlines()[-1] == row
 
 
+def test_the_races_have_a_summary(script, monkeypatch):
+    def files(name: str, **ms: float) -> dict:
+        results = [
+            {"race": f"{name}, {keys} keys, {data}", "ms": {"winnow": 2.0} | ms}
+            for keys in (2048, 4096)
+            for data in ("smooth", "independent")
+        ]
+        return ORIGIN | {"versions": {"peer": "1.2"}, "results": results}
+
+    monkeypatch.setattr(script, "SUMMARY", [("work", "peers", "race", (2048, 4096))])
+    lines = script.summary_table({"all": files("race", slow=4.0, fast=3.0)}).splitlines()
+    assert "| work | 2k / 4k | peers | 1.50 / 1.50 | 1.50 / 1.50 |" in lines
+    assert lines[-1] == "Taken: all at commit abc1234, 2026-11-18, with peer 1.2."
+
+
 def test_the_cpu_has_a_table(script):
     product = {"what": "sgemm", "flops_per_second": 2e11, "one_thread_flops_per_second": 1e11}
     sizes = {"case": "small", "tokens": 128, "keys": 8192, "scaling": 1.9}
@@ -127,3 +142,5 @@ def test_the_page_is_what_was_measured(script):
         ["cpu", "eager", "peers", "index_peers", *(each.name for each in script.TABLES)]
     )
     assert script.written(page) == page, "run python/benchmarks/performance_tables.py write"
+    readme = (ROOT / "README.md").read_text()
+    assert script.written_readme(readme) == readme, "the same for README.md"
