@@ -230,8 +230,8 @@ TEST(Plan, NamesTheKeyThatARatesFileLacks) {
   EXPECT_EQ(refusal("\"keys\":2048", "\"keys\":\"2048\""),
             "h200.json/calls/0/keys: must be a number of more than 0");
   EXPECT_EQ(refusal("\"h200\"", "200"), "h200.json/name: must be a string");
-  EXPECT_EQ(refusal("\"index_target\"", "\"index_loss\""),
-            "h200.json/calls: index_target of glm-5.2 is missing");
+  EXPECT_EQ(refusal("\"value_projection_backward\"", "\"index_loss\""),
+            "h200.json/calls: value_projection_backward of glm-5.2 is missing");
   EXPECT_TRUE(refusal("\"calls\": [", "\"calls\": ").starts_with("h200.json: is not JSON: "));
 }
 
