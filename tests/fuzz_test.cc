@@ -124,6 +124,8 @@ TEST(Refusals, OfSizes) {
                          "kv bf16[20, 16]: qk_dim must be 24, as in q");
   expect_forward_refused([](Forward& a) { a.indices.shape[1] = 0; },
                          "indices i32[6, 0]: topk must be at least 1");
+  expect_forward_refused([](Forward& a) { a.indices.shape[1] = (1 << 30) + 1; },
+                         "indices i32[6, 1073741825]: topk must be at most 1073741824");
   expect_forward_refused([](Forward& a) { a.q.shape[2] = a.kv.shape[1] = 1032; },
                          "q bf16[6, 3, 1032]: qk_dim must be at most 1024");
   expect_forward_refused([](Forward& a) { a.q.shape[2] = a.kv.shape[1] = 20; },
@@ -136,7 +138,7 @@ TEST(Refusals, OfListsThatNoWorkspaceHolds) {
   AttentionForwardWork work(filled(Attention{}, 1), {});
   Forward& a = work.args;
   for (Tensor* tensor : {&a.q, &a.indices, &a.out, &a.lse, &a.max_logits}) tensor->shape[0] = 0;
-  a.indices.shape[1] = kMaxInt32;
+  a.indices.shape[1] = 1 << 30;
   const std::string text = refusal_of([&] { sparse_attention_forward(a, kReference); });
   coverage.record(text);
   EXPECT_TRUE(

@@ -20,7 +20,7 @@ namespace winnow {
 struct SparseAttentionForward {
   Tensor q{};           // [tokens, heads, qk_dim]  bf16 | f16 | f32 | f64 (reference)
   Tensor kv{};          // [keys, qk_dim]           as q; values are the first v_dim channels
-  Tensor indices{};     // [tokens, topk]           i32
+  Tensor indices{};     // [tokens, topk]           i32; topk up to 2^30
   Tensor lengths{};     // [tokens]                 i32, optional: number of slots to use
   Tensor sink{};        // [heads]                  f32 (f64 with f64), optional; -inf: no sink
   Tensor out{};         // [tokens, heads, v_dim]   as q, out

@@ -2,7 +2,9 @@
 // Check: validates the arguments of a call, one after another, with one form of error message.
 #pragma once
 
+#include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -22,6 +24,11 @@ using Dims = std::initializer_list<const char*>;
 
 /// The element types of activations. f64 is for gradient checks on the reference backend.
 inline constexpr DTypes kActivationTypes = {DType::bf16, DType::f16, DType::f32, DType::f64};
+
+/// What counts of rows, keys, heads and channels have to fit into.
+inline constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
+/// The most slots of a row: kernels count them by blocks in int32, past the end of the last block.
+inline constexpr std::int64_t kMaxTopk = std::int64_t{1} << 30;
 
 /// The type in which sums over activations are accumulated, and that of lse, weights, scores and
 /// gradients that are added to.

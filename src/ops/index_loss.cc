@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "winnow/index_loss.h"
 
-#include <limits>
-
 #include "ops/contents.h"
 #include "ops/dispatch.h"
 
 namespace winnow {
 namespace {
-
-constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
 void check_scale(const Check& check, float scale) {
   check.finite("scale", scale);
@@ -60,7 +56,7 @@ Checked<IndexTarget> checked(const IndexTarget& args) {
   check.input("lse", args.lse, {"tokens", "heads"}, {accumulation});
   check.output("target", args.target, {"tokens", "topk"}, {accumulation});
   check_attention_sizes(check);
-  check.dim_in_range("topk", 1, kMaxInt32);
+  check.dim_in_range("topk", 1, kMaxTopk);
   check_scale(check, args.scale);
   check.in_range("key_offset", args.key_offset, 0, check.dim("keys"));
   check_lengths(check, args.lengths, check.dim("topk"));
@@ -75,7 +71,7 @@ Checked<IndexLoss> checked(const IndexLoss& args) {
   check.input("target", args.target, {"tokens", "topk"}, {args.scores.dtype});
   check.output("loss", args.loss, {"tokens"}, {args.scores.dtype});
   check.output("d_scores", args.d_scores, {"tokens", "topk"}, {args.scores.dtype});
-  check.dim_in_range("topk", 1, kMaxInt32);
+  check.dim_in_range("topk", 1, kMaxTopk);
   check_lengths(check, args.lengths, check.dim("topk"));
   return {args, check.device()};
 }

@@ -1,22 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "winnow/index_topk.h"
 
-#include <limits>
-
 #include "ops/contents.h"
 #include "ops/dispatch.h"
 
 namespace winnow {
 namespace {
 
-constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
-
 void check_sizes(const Check& check) {
   check.dim_in_range("index_heads", 1, kMaxInt32);
   check.dim_in_range("index_dim", 8, kMaxInt32);
   check.dim_multiple_of("index_dim", 8);
   check.dim_in_range("keys", 0, kMaxInt32);
-  check.dim_in_range("topk", 1, kMaxInt32);
+  check.dim_in_range("topk", 1, kMaxTopk);
 }
 
 }  // namespace

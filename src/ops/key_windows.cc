@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "winnow/key_windows.h"
 
-#include <limits>
-
 #include "ops/contents.h"
 #include "ops/dispatch.h"
 
@@ -16,8 +14,8 @@ Checked<KeyWindows> checked(const KeyWindows& args) {
   check.optional_input("query_rows", args.query_rows, {"tokens"}, {DType::i32});
   check.output("begin", args.begin, {"tokens"}, {DType::i32});
   check.output("end", args.end, {"tokens"}, {DType::i32});
-  check.dim_in_range("documents + 1", 1, std::numeric_limits<std::int32_t>::max());
-  check.in_range("ratio", args.ratio, 1, std::numeric_limits<std::int32_t>::max());
+  check.dim_in_range("documents + 1", 1, kMaxInt32);
+  check.in_range("ratio", args.ratio, 1, kMaxInt32);
   check.in_range("padding_rows", static_cast<std::int32_t>(args.padding_rows), 0,
                  static_cast<std::int32_t>(PaddingRows::see_document));
   check_documents(check, args.cu_seqlens, args.cu_seqlens_padded, args.query_rows);

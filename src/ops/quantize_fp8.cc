@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "winnow/quantize_fp8.h"
 
-#include <limits>
-
 #include "ops/dispatch.h"
 
 namespace winnow {
@@ -15,7 +13,7 @@ Checked<QuantizeFp8> checked(const QuantizeFp8& args) {
   check.input("x", args.x, {"rows", "dim"}, {DType::bf16, DType::f16, DType::f32});
   check.output("values", args.values, {"rows", "dim"}, {DType::f8_e4m3});
   check.output("scale", args.scale, {"rows"}, {DType::f32});
-  check.dim_in_range("dim", 1, std::numeric_limits<std::int32_t>::max());
+  check.dim_in_range("dim", 1, kMaxInt32);
   return {args, check.device()};
 }
 

@@ -3,7 +3,6 @@
 #include "winnow/sparse_attention.h"
 
 #include <cmath>
-#include <limits>
 
 #include "core/view.h"
 #include "ops/contents.h"
@@ -11,8 +10,6 @@
 
 namespace winnow {
 namespace {
-
-constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
 template <class Args>
 bool batched(const Args& args) {
@@ -38,7 +35,7 @@ void check_shared(Check& check, const Args& args, bool writes_out) {
   check.dim_in_range("v_dim", 8, check.dim("qk_dim"));
   check.dim_multiple_of("v_dim", 8);
   check.dim_in_range("keys", 0, kMaxInt32);
-  check.dim_in_range("topk", 1, kMaxInt32);
+  check.dim_in_range("topk", 1, kMaxTopk);
   check.finite("scale", args.scale);
   if (args.scale == 0 && check.dim("v_dim") != check.dim("qk_dim")) {
     check.fail("scale", "0", refusal::no_default_scale);

@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "winnow/value_projection.h"
 
-#include <limits>
-
 #include "ops/dispatch.h"
 
 namespace winnow {
 namespace {
 
 void check_sizes(const Check& check) {
-  check.dim_in_range("heads", 1, std::numeric_limits<std::int32_t>::max());
-  check.dim_in_range("head_dim", 1, std::numeric_limits<std::int32_t>::max());
+  check.dim_in_range("heads", 1, kMaxInt32);
+  check.dim_in_range("head_dim", 1, kMaxInt32);
   check.dim_in_range("v_dim", 8, 1024);
   check.dim_multiple_of("v_dim", 8);
 }

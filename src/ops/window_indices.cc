@@ -2,7 +2,6 @@
 #include "winnow/window_indices.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "core/documents.h"
 #include "core/view.h"
@@ -11,8 +10,6 @@
 
 namespace winnow {
 namespace {
-
-constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
 /// Entries of the longest list that a query asks for.
 std::int64_t longest_list(const WindowIndices& args) {
@@ -73,7 +70,7 @@ Checked<WindowIndices> checked(const WindowIndices& args) {
   check.output("indices", args.indices, {"tokens", "topk"}, {DType::i32});
   check.output("lengths", args.lengths, {"tokens"}, {DType::i32});
   check.dim_in_range("documents + 1", 1, kMaxInt32);
-  check.dim_in_range("topk", 1, kMaxInt32);
+  check.dim_in_range("topk", 1, kMaxTopk);
   check.in_range("window", args.window, 0, kMaxInt32);
   check.in_range("ratio", args.ratio, 0, kMaxInt32);
   if (args.ratio == 1) check.fail("ratio", "1", refusal::one_of, "0 or at least 2");
@@ -81,7 +78,7 @@ Checked<WindowIndices> checked(const WindowIndices& args) {
   if (args.pool_ids) {
     if (args.ratio == 0) check.fail("pool_ids", describe(args.pool_ids), refusal::needs_pools);
     check.dim_in_range("pool_topk", 0, kMaxInt32);
-    check.dim_in_range("topk", args.window + check.dim("pool_topk"), kMaxInt32);
+    check.dim_in_range("topk", args.window + check.dim("pool_topk"), kMaxTopk);
   }
   check_documents(check, args.cu_seqlens, args.cu_seqlens_padded, args.query_rows);
   check_lists(check, args);
