@@ -156,27 +156,31 @@ TEST(LogitRange, RisingLogitsAreRight) {
 TEST(LogitRange, AHeadDoesNotDependOnWhatOthersReach) {
   on_each_type(7, [](const Execution& execution, const Attention& whole) {
     const std::int64_t last = whole.heads - 1;
-    // The last head passes 8 and 2000: a maximum that moves, and one that is large.
-    for (const double own : {8.0, 2000.0}) {
-      const Attention low = with_rising_logits(whole, own * static_cast<double>(whole.heads));
-      const auto of_last = [&](const AttentionOutputs& outputs) {
-        AttentionOutputs result;
-        for (std::int64_t row = last; row < low.rows() * low.heads; row += low.heads) {
-          const auto out = outputs.out.begin() + row * low.v_dim;
-          result.out.insert(result.out.end(), out, out + low.v_dim);
-          result.lse.push_back(outputs.lse[row]);
-          result.max_logits.push_back(outputs.max_logits[row]);
-        }
-        return result;
-      };
-      const AttentionOutputs expected = of_last(forward(low, execution));
+    const std::int64_t end = whole.rows() * whole.heads;
+    const auto of_last = [&](const AttentionOutputs& outputs) {
+      AttentionOutputs result;
+      for (std::int64_t row = last; row < end; row += whole.heads) {
+        const auto out = outputs.out.begin() + row * whole.v_dim;
+        result.out.insert(result.out.end(), out, out + whole.v_dim);
+        result.lse.push_back(outputs.lse[row]);
+        result.max_logits.push_back(outputs.max_logits[row]);
+      }
+      return result;
+    };
+    // What the last head reaches: a maximum that can stay, one that moves, and one that is large.
+    for (const double own : {1.0, 8.0, 2000.0}) {
+      SCOPED_TRACE(own);
+      Attention alike = with_rising_logits(whole, own * static_cast<double>(whole.heads));
+      const auto q_of = [&](auto& q, std::int64_t row) { return q.begin() + row * whole.qk_dim; };
+      for (std::int64_t row = 0; row < end; ++row)
+        std::copy_n(q_of(alike.q, row / whole.heads * whole.heads + last), whole.qk_dim,
+                    q_of(alike.q, row));
+      const AttentionOutputs expected = of_last(forward(alike, execution));
       for (const double height : {40.0, 3000.0}) {
         SCOPED_TRACE(height);
         Attention mixed = with_rising_logits(whole, height);
-        for (std::int64_t row = last; row < low.rows() * low.heads; row += low.heads) {
-          std::copy_n(low.q.begin() + row * low.qk_dim, low.qk_dim,
-                      mixed.q.begin() + row * low.qk_dim);
-        }
+        for (std::int64_t row = last; row < end; row += whole.heads)
+          std::copy_n(q_of(alike.q, row), whole.qk_dim, q_of(mixed.q, row));
         expect_same_bits(of_last(forward(mixed, execution)), expected);
       }
     }
