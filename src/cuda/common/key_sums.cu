@@ -16,7 +16,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostTerms = std::int64_t{1} << 22;  // of a piece
 constexpr std::int64_t kLeastSlots = 64;
-constexpr int kLaneColumns = 5;  // float4 of a lane at a time: a whole row of 576 or 512
+constexpr int kLaneVectors = 5;  // float4 of a lane at a time: a whole row of 576 or 512
 
 // ---- The order of columns.
 
@@ -100,15 +100,15 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t key = std::int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
        key < sums.keys; key += step) {
     const float* const row = sums.data + key * sums.stride;
-    for (int base = 4 * lane; base - 4 * lane < dim; base += kLaneColumns * kWarpColumns) {
-      float4 fragments[kLaneColumns];
+    for (int base = 4 * lane; base - 4 * lane < dim; base += kLaneVectors * kWarpColumns) {
+      float4 fragments[kLaneVectors];
 #pragma unroll
-      for (int i = 0; i < kLaneColumns; ++i) {
+      for (int i = 0; i < kLaneVectors; ++i) {
         const int d = base + i * kWarpColumns;
         fragments[i] = d < dim ? __ldcs(reinterpret_cast<const float4*>(row + d)) : float4{};
       }
 #pragma unroll
-      for (int i = 0; i < kLaneColumns; ++i) {
+      for (int i = 0; i < kLaneVectors; ++i) {
         const int d = base + i * kWarpColumns;
         const uint2 columns = columns_of_fragment<T>(fragments[i]);
         if (d < dim) __stcs(reinterpret_cast<uint2*>(d_keys + key * stride + d), columns);
@@ -177,11 +177,11 @@ __global__ void __launch_bounds__(kThreads)
       const std::int64_t end = end_of_key(keys, count, first + 1, key, lane);
       float* const sum = sums.data + key * sums.stride;
       for (std::int64_t base_column = lane * 4; base_column < sums.dim;
-           base_column += kLaneColumns * 32 * 4) {
-        float4 totals[kLaneColumns];
+           base_column += kLaneVectors * 32 * 4) {
+        float4 totals[kLaneVectors];
         const auto each_column = [&](auto use) {
 #pragma unroll
-          for (int j = 0; j < kLaneColumns; ++j) {
+          for (int j = 0; j < kLaneVectors; ++j) {
             const std::int64_t d = base_column + j * 32 * 4;
             if (d < sums.dim) use(totals[j], d);
           }

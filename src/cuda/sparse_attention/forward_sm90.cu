@@ -72,7 +72,7 @@ constexpr int kCyclesOfBlock = 2800;
 /// each thread block is. Called by all threads.
 __device__ bool are_few_keys_in_use(const ForwardParameters& params) {
   constexpr int kMostSlots = (20 << 20) / (kMaxTiles * kTileColumns * 2);  // a list leaves room
-  constexpr int kLeastSlots = 512;  // fewer take no longer than the look
+  constexpr int kLeastSlots = 512;  // a guess: fewer are not worth the look
   return params.topk >= kLeastSlots && params.topk <= kMostSlots &&
          sparse_attention::lists_are_alike<kThreads>(params);
 }
@@ -81,16 +81,16 @@ __device__ bool are_few_keys_in_use(const ForwardParameters& params) {
 /// lists are alike. Called by all threads.
 __device__ void delay_start(const ForwardParameters& params, int cycles) {
   if (!sparse_attention::has_time_to_spare(params.items)) return;
-  const bool is_free = cycles < kCyclesOfBlock && are_few_keys_in_use(params);
+  const bool may_spread_fully = cycles < kCyclesOfBlock && are_few_keys_in_use(params);
   if (threadIdx.x != 0) return;
-  // The least of three items: others' last ones must take as long as the delay, and one long row
-  // must not delay many short ones.
+  // The least of three items, of which the last one stands for the last ones of all others: they
+  // must take as long as the delay, and one long row must not delay many short ones.
   const auto block = static_cast<int>(blockIdx.x);
   const int slots =
       min(min(full_slots(params, block), full_slots(params, block + static_cast<int>(gridDim.x))),
           full_slots(params, params.items - 1));
   sparse_attention::spread_start(
-      params.items, std::int64_t{slots / kBlock} * (is_free ? kCyclesOfBlock : cycles));
+      params.items, std::int64_t{slots / kBlock} * (may_spread_fully ? kCyclesOfBlock : cycles));
 }
 
 template <class T, int kTiles>
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 /// The cycles for a block of keys by which thread blocks may start apart, whatever lists are like:
-/// what it takes, or less. For blocks sweep over the keys together, and the part of the keys
+/// what it takes, or less. Thread blocks sweep over the keys together, and the part of the keys
 /// between them should stay in L2: a spread over 64 MiB of random keys cost 2 %, over 32 MiB
 /// nothing.
 int delay_per_block(const Tensor& kv) {

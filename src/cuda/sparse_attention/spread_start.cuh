@@ -16,8 +16,8 @@ __device__ inline bool has_time_to_spare(int items) {
   return items % grid != 0 && block >= items % grid && block + grid < items;
 }
 
-/// Delays a thread block that has time to spare, as the caller has asked; over all of them the
-/// delays go evenly from none to `most` cycles.
+/// Delays a thread block for which has_time_to_spare is true; over all of them the delays go evenly
+/// from none to nearly `most` cycles.
 __device__ inline void spread_start(int items, std::int64_t most) {
   const int first = items % static_cast<int>(gridDim.x);
   const std::int64_t delay =

@@ -21,8 +21,8 @@ template <class T>
 __device__ void delay_start(const BackwardSm90Parameters<T>& params) {
   if (!has_time_to_spare(params.items)) return;
   const auto block = static_cast<int>(blockIdx.x);
-  // The least of three items: others' last ones must take as long as the delay, and one long row
-  // must not delay many short ones.
+  // The least of three items, of which the last one stands for the last ones of all others: they
+  // must take as long as the delay, and one long row must not delay many short ones.
   const int blocks = min(min(item_of(params, block).blocks,
                              item_of(params, block + static_cast<int>(gridDim.x)).blocks),
                          item_of(params, params.items - 1).blocks);
@@ -30,11 +30,11 @@ __device__ void delay_start(const BackwardSm90Parameters<T>& params) {
   spread_start(params.items, std::int64_t{blocks + 1} * kCycles);
 }
 
-/// Whether lists are so much alike that the keys in use at a time stay in L2. Called by all
-/// threads.
+/// Whether lists are so much alike that the keys in use at a time stay in L2; false where thread
+/// blocks have one item, and nothing is to gain. Called by all threads.
 template <class T>
 __device__ bool are_few_keys_in_use(const BackwardSm90Parameters<T>& params) {
-  // A list alone must leave room in L2, and where blocks have one item nothing is to gain.
+  // A list alone must leave room in L2.
   constexpr int kMostSlots = (20 << 20) / (kMaxTiles * kTileColumns * 6);
   if (params.topk > kMostSlots || params.items < 2 * static_cast<int>(gridDim.x)) return false;
   return lists_are_alike<kThreads>(params);
