@@ -343,21 +343,20 @@ def peers_table(races: dict) -> str:
 
 
 def summary_table(races_of: dict[str, dict]) -> str:
-    """How many times as fast as the fastest peer winnow is; `races_of` what is in their files."""
-    times = {race["race"]: race["ms"] for races in races_of.values() for race in races["results"]}
+    """How many times as fast as the fastest peer winnow is, by the files of races."""
+    ratios = {race["race"]: race["ratio"] for file in races_of.values() for race in file["results"]}
 
-    def speed_up(race: str, data: tuple[str, ...]) -> str:
-        (name,) = {f"{race}, {each}" for each in data} & times.keys()
-        ours, *theirs = times[name].values()
-        return f"{min(theirs) / ours:.2f}"
+    def ratio(race: str, data: tuple[str, ...]) -> str:
+        (name,) = {f"{race}, {each}" for each in data} & ratios.keys()
+        return f"{ratios[name]:.2f}"
 
     text = head(["work", "keys", "against", *SUMMARY_DATA])
     for work, against, race, keys in SUMMARY:
-        speed_ups = [
-            " / ".join(speed_up(f"{race}, {each} keys", data) for each in keys)
+        cells = [
+            " / ".join(ratio(f"{race}, {each} keys", data) for each in keys)
             for data in SUMMARY_DATA.values()
         ]
-        text += line([work, " / ".join(f"{each // 1024}k" for each in keys), against, *speed_ups])
+        text += line([work, " / ".join(f"{each // 1024}k" for each in keys), against, *cells])
     origins = []
     for what, races in races_of.items():
         versions = ", ".join(f"{name} {version}" for name, version in races["versions"].items())

@@ -92,18 +92,14 @@ def test_the_race_becomes_a_table(script):
 
 
 def test_the_races_have_a_summary(script, monkeypatch):
-    def files(name: str, **ms: float) -> dict:
-        results = [
-            {"race": f"{name}, {keys} keys, {data}", "ms": {"winnow": 2.0} | ms}
-            for keys in (2048, 4096)
-            for data in ("smooth", "independent")
-        ]
-        return ORIGIN | {"versions": {"peer": "1.2"}, "results": results}
-
-    monkeypatch.setattr(script, "SUMMARY", [("work", "peers", "race", (2048, 4096))])
-    lines = script.summary_table({"all": files("race", slow=4.0, fast=3.0)}).splitlines()
-    assert "| work | 2k / 4k | peers | 1.50 / 1.50 | 1.50 / 1.50 |" in lines
-    assert lines[-1] == "Taken: all at commit abc1234, 2026-11-18, with peer 1.2."
+    ratios = {"2048 keys, smooth": 1.5, "4096 keys, smooth": 1.25}
+    ratios |= {"2048 keys, independent": 1.125, "4096 keys, independent": 1.0}
+    races = [{"race": f"index, {name}", "ratio": ratio} for name, ratio in ratios.items()]
+    monkeypatch.setattr(script, "SUMMARY", [("indexer", "a peer", "index", (2048, 4096))])
+    file = ORIGIN | {"versions": {"peer": "1.2"}, "results": races}
+    lines = script.summary_table({"the indexer": file}).splitlines()
+    assert lines[2] == "| indexer | 2k / 4k | a peer | 1.50 / 1.25 | 1.12 / 1.00 |"
+    assert lines[-1] == "Taken: the indexer at commit abc1234, 2026-11-18, with peer 1.2."
 
 
 def test_the_cpu_has_a_table(script):

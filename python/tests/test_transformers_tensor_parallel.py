@@ -26,7 +26,10 @@ def _split(family: str) -> tuple[nn.Module, dist.DeviceMesh]:
 
     model = fresh(family, with_experts=False)
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    apply_tensor_parallelism(model, mesh["tp"])
+    plan = model.tp_plan
+    if expand := getattr(model, "_expand_parallel_plan", None):  # since 5.23 the caller does that
+        plan = expand(plan)
+    apply_tensor_parallelism(model, mesh["tp"], plan)
     return model, mesh
 
 
