@@ -78,9 +78,9 @@ class Attention {
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        multiply_64x16x16<T, 0>(s_, k_major(stage + tile * kTileBytes) + i * kNextKMajor,
-                                k_major(q + tile * kQueryTileBytes) + i * kNextKMajor,
-                                tile > 0 || i > 0);
+        multiply_64x16x16<T, 0, 0>(s_, k_major(stage + tile * kTileBytes) + i * kNextKMajor,
+                                   k_major(q + tile * kQueryTileBytes) + i * kNextKMajor,
+                                   tile > 0 || i > 0);
       }
     }
     wgmma_commit();
@@ -176,9 +176,9 @@ class Attention {
     for (int i = 0; i < kBlock / 16; ++i) {
 #pragma unroll
       for (int tile = 0; tile < kValueTiles; ++tile) {
-        multiply_64x16x16<T, 1>(out_[tile],
-                                mn_major(stage + tile * kTileBytes, kTileBytes) + i * kNextMnMajor,
-                                p + i * kNextKMajor, 1);
+        multiply_64x16x16<T, 1, 0>(
+            out_[tile], mn_major(stage + tile * kTileBytes, kTileBytes) + i * kNextMnMajor,
+            p + i * kNextKMajor, 1);
       }
       wgmma_commit();
     }

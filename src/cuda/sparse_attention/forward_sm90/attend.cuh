@@ -212,7 +212,7 @@ class Attention {
     const std::uint64_t values = mn_major(block + kSide * kHalfTiles * kTileBytes, kTileBytes);
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) {
-      multiply_64x256x16<T>(out_, p + i * kNextKMajor, values + i * kNextMnMajor, 1);
+      multiply_64x256x16<T, 0, 1>(out_, p + i * kNextKMajor, values + i * kNextMnMajor, 1);
       wgmma_commit();
     }
   }
@@ -252,7 +252,7 @@ class Attention {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) {
-      multiply_64x256x16<T>(out_, p_[i], values + i * kNextMnMajor, 1);
+      multiply_64x256x16<T, 1>(out_, p_[i], values + i * kNextMnMajor, 1);
       wgmma_commit();
     }
   }
