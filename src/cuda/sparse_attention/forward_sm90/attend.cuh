@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/hopper/from_lane_0.cuh"
 #include "cuda/hopper/tensor_copy.cuh"
 #include "cuda/sparse_attention/forward_sm90/shared.cuh"
 #include "cuda/sparse_attention/forward_sm90/softmax.cuh"
@@ -139,17 +140,12 @@ class Attention {
     for (int i = 0; i < 128; ++i) out_[i] = 0;
   }
 
-  /// Only lane 0 reads: once it frees a block, the producer overwrites what was told about it.
-  __device__ static std::uint32_t from_lane_0(const std::uint32_t& word) {
-    return __shfl_sync(0xffffffffu, lane() == 0 ? word : 0, 0);
-  }
   __device__ BlockInfo read_info(int pair) {
     shared_.info_full[kSide][pair % 2].wait(pair / 2);
     const BlockInfo& info = shared_.info[kSide][pair % 2];
-    return {
-        {from_lane_0(info.valid[0]), from_lane_0(info.valid[1])},
-        static_cast<std::int32_t>(from_lane_0(reinterpret_cast<const std::uint32_t&>(info.item))),
-        from_lane_0(info.flags)};
+    return {{from_lane_0(lane(), info.valid[0]), from_lane_0(lane(), info.valid[1])},
+            from_lane_0(lane(), info.item),
+            from_lane_0(lane(), info.flags)};
   }
 
   __device__ static constexpr int tile_at(int i) { return tile_of<kSide>(i); }
@@ -318,7 +314,7 @@ class Attention {
   __device__ void end_item_first(int pair, int item) {
     follow_maximum(pair);
     float normalizers[2];
-    if (from_lane_0(shared_.info[kOther][pair % 2].flags) & kEmpty) {
+    if (from_lane_0(lane(), shared_.info[kOther][pair % 2].flags) & kEmpty) {
       finish_rows(item, normalizers);
       if (lane() == 0) {
         for (Barrier& free : shared_.free[kOther][1]) free.arrive();
