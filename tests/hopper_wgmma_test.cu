@@ -74,6 +74,8 @@ __device__ void load_fragment(std::uint32_t (&fragment)[4], const T* a, int step
 /// d = A B, or d += A B. An mn_major operand is stored transposed.
 template <class T, int kColumns, Layout kA, Layout kB>
 __global__ void product_kernel(const T* a, const T* b, float* d, bool accumulate) {
+  constexpr bool kAMnMajor = kA == Layout::mn_major;
+  constexpr bool kBMnMajor = kB == Layout::mn_major;
   extern __shared__ __align__(1024) std::byte memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   store_operand<T, kA>(shared.a, a, kRows);
@@ -99,21 +101,22 @@ __global__ void product_kernel(const T* a, const T* b, float* d, bool accumulate
     const std::uint64_t to_b = descriptor<kB>(shared.b, step);
     const int adds = accumulate || step > 0;
     if constexpr (kA == Layout::registers && kColumns == 64) {
-      multiply_64x64x16<T, kB == Layout::mn_major>(sums, fragments[step], to_b, adds);
-    } else if constexpr (kA == Layout::registers && kColumns == 256) {
-      multiply_64x256x16<T>(sums, fragments[step], to_b, adds);
-    } else if constexpr (kColumns == 16) {
-      multiply_64x16x16<T, kA == Layout::mn_major>(sums, descriptor<kA>(shared.a, step), to_b,
-                                                   adds);
-    } else if constexpr (kColumns == 32) {
-      multiply_64x32x16<T>(sums, descriptor<kA>(shared.a, step), to_b, adds);
-    } else if constexpr (kColumns == 64) {
-      multiply_64x64x16<T, kA == Layout::mn_major, kB == Layout::mn_major>(
-          sums, descriptor<kA>(shared.a, step), to_b, adds);
-    } else if constexpr (kB == Layout::mn_major) {
-      multiply_64x256x16<T>(sums, descriptor<kA>(shared.a, step), to_b, adds);
+      multiply_64x64x16<T, kBMnMajor>(sums, fragments[step], to_b, adds);
+    } else if constexpr (kA == Layout::registers) {
+      multiply_64x256x16<T, kBMnMajor>(sums, fragments[step], to_b, adds);
     } else {
-      multiply_64x256_k_major<T>(sums, descriptor<kA>(shared.a, step), to_b, adds);
+      const std::uint64_t to_a = descriptor<kA>(shared.a, step);
+      if constexpr (kColumns == 16) {
+        multiply_64x16x16<T, kAMnMajor, kBMnMajor>(sums, to_a, to_b, adds);
+      } else if constexpr (kColumns == 32) {
+        multiply_64x32x16<T, kAMnMajor, kBMnMajor>(sums, to_a, to_b, adds);
+      } else if constexpr (kColumns == 64) {
+        multiply_64x64x16<T, kAMnMajor, kBMnMajor>(sums, to_a, to_b, adds);
+      } else if constexpr (kAMnMajor || kBMnMajor) {
+        multiply_64x256x16<T, kAMnMajor, kBMnMajor>(sums, to_a, to_b, adds);
+      } else {
+        multiply_64x256_k_major<T>(sums, to_a, to_b, adds);
+      }
     }
   }
   wgmma_commit();
@@ -179,7 +182,9 @@ TEST_F(Wgmma, Of16ColumnsTakesAInEitherOrder) {
   expect_products_of_two_byte_types<16, Layout::mn_major, Layout::k_major>();
 }
 
-TEST_F(Wgmma, Of32ColumnsTakesHalfOfAnMnMajorTile) {
+TEST_F(Wgmma, Of32ColumnsTakesAInEitherOrderAndHalfOfAnMnMajorTile) {
+  expect_products_of_two_byte_types<32, Layout::k_major, Layout::k_major>();
+  expect_products_of_two_byte_types<32, Layout::mn_major, Layout::k_major>();
   expect_products_of_two_byte_types<32, Layout::mn_major, Layout::mn_major>();
 }
 
@@ -195,9 +200,14 @@ TEST_F(Wgmma, Of64ColumnsTakesEachOperandInEitherOrder) {
   expect_products_of_two_byte_types<64, Layout::mn_major, Layout::mn_major>();
 }
 
-TEST_F(Wgmma, Of256ColumnsTakesRowsOfBAndAFromEitherMemory) {
-  expect_products_of_two_byte_types<256, Layout::k_major, Layout::mn_major>();
+TEST_F(Wgmma, Of256ColumnsTakesAFromRegisters) {
   expect_products_of_two_byte_types<256, Layout::registers, Layout::mn_major>();
+}
+
+TEST_F(Wgmma, Of256ColumnsTakesEachOperandInEitherOrder) {
+  expect_products_of_two_byte_types<256, Layout::k_major, Layout::mn_major>();
+  expect_products_of_two_byte_types<256, Layout::mn_major, Layout::k_major>();
+  expect_products_of_two_byte_types<256, Layout::mn_major, Layout::mn_major>();
 }
 
 TEST_F(Wgmma, Of256ColumnsTakesKMajorOperandsOfEveryType) {

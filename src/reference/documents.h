@@ -4,17 +4,10 @@
 
 #include <cstdint>
 
+#include "core/documents.h"
 #include "core/view.h"
 
 namespace winnow::reference {
-
-struct RowPlace {
-  bool in_document = false;
-  std::int64_t document_begin = 0;  // first row of the document
-  std::int64_t real_length = 0;     // its rows without the padding at its end
-  std::int64_t position = 0;        // of this row within the document
-  std::int64_t pool_begin = 0;      // first pool entry of the document, if there are pools
-};
 
 class Documents {
  public:

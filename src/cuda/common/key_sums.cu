@@ -292,6 +292,18 @@ TermPlan plan_terms(std::int64_t tokens, std::int64_t slots, std::int64_t keys, 
   return fits ? plan : least;
 }
 
+KeySumPlan plan_key_sums(const Tensor& indices, const Tensor& keys, const Tensor& d_keys,
+                         const Execution& execution) {
+  TermPlan terms;
+  if (execution.deterministic) {
+    const DeviceGuard guard(keys.device);
+    const std::size_t aside = std::min(execution.workspace_limit, 2 * Workspace::kAlignment);
+    terms = plan_terms(indices.shape[0], indices.shape[1], keys.shape[0], keys.shape[1],
+                       execution.workspace_limit - aside);
+  }
+  return {terms, Workspace::bytes({key_copy_bytes(d_keys), terms.term_bytes, terms.order_bytes})};
+}
+
 TermMemory take_terms(const TermPlan& plan, Workspace& workspace) {
   if (plan.rows == 0) return {};
   TermMemory memory;

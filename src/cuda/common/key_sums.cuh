@@ -71,6 +71,15 @@ struct TermMemory {
 };
 TermMemory take_terms(const TermPlan& plan, Workspace& workspace);
 
+/// What a call that adds to the gradients of keys works in.
+struct KeySumPlan {
+  TermPlan terms;     // where the sums are deterministic
+  std::size_t bytes;  // of workspace, the copy of `d_keys` among them
+};
+/// `indices`: [tokens, slots].
+KeySumPlan plan_key_sums(const Tensor& indices, const Tensor& keys, const Tensor& d_keys,
+                         const Execution& execution);
+
 /// Adds the terms [rows, slots.slots, dim] of a piece to the sums of their keys.
 void add_in_order(const TermPlan& plan, const TermMemory& memory, const SlotLists& slots,
                   std::int64_t rows, const KeySums& sums, cudaStream_t stream);

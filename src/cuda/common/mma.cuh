@@ -24,6 +24,13 @@ __device__ inline void copy_16_bytes_async(void* shared, const void* global) {
                "l"(global)
                : "memory");
 }
+/// The same, or writes zeros where `valid` is false; then nothing is read.
+__device__ inline void copy_or_clear_16_bytes_async(std::uint32_t shared, const void* global,
+                                                    bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most `kPending` of this thread's groups of copies are pending.
 template <int kPending>

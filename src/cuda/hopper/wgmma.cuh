@@ -76,11 +76,11 @@ __device__ inline void shrink_registers() {
 
 // Accumulators: of every 8 columns i, lane 4g + c of warp w holds columns 8i + 2c and 8i + 2c + 1,
 // of row 16w + g in d[4i] and d[4i + 1], of row 16w + g + 8 in d[4i + 2] and d[4i + 3]. accumulate
-// = 0 overwrites d.
+// = 0 overwrites d. An operand in shared memory is K-major, or MN-major where its template argument
+// is 1.
 
-/// d (64 x 16) += A (64 x 16) * B (16 x 16, K-major)^T, both in shared memory. A is K-major, or
-/// MN-major where kAMnMajor is 1.
-template <class T, int kAMnMajor>
+/// d (64 x 16) += A (64 x 16) * B (16 x 16), both in shared memory.
+template <class T, int kAMnMajor, int kBMnMajor>
 __device__ inline void multiply_64x16x16(float (&d)[8], std::uint64_t a, std::uint64_t b,
                                          int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -89,25 +89,25 @@ __device__ inline void multiply_64x16x16(float (&d)[8], std::uint64_t a, std::ui
         ".reg .pred p;\n"
         "setp.ne.b32 p, %10, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" WINNOW_REGISTERS_8
-        "}, %8, %9, p, 1, 1, %11, 0;\n"
+        "}, %8, %9, p, 1, 1, %11, %12;\n"
         "}\n"
         : WINNOW_OPERANDS_8(d)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor));
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor), "n"(kBMnMajor));
   } else {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.b32 p, %10, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {" WINNOW_REGISTERS_8
-        "}, %8, %9, p, 1, 1, %11, 0;\n"
+        "}, %8, %9, p, 1, 1, %11, %12;\n"
         "}\n"
         : WINNOW_OPERANDS_8(d)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor));
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor), "n"(kBMnMajor));
   }
 }
 
-/// d (64 x 32) += A (64 x 16) * B (16 x 32), both MN-major in shared memory.
-template <class T>
+/// d (64 x 32) += A (64 x 16) * B (16 x 32), both in shared memory.
+template <class T, int kAMnMajor, int kBMnMajor>
 __device__ inline void multiply_64x32x16(float (&d)[16], std::uint64_t a, std::uint64_t b,
                                          int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -116,53 +116,24 @@ __device__ inline void multiply_64x32x16(float (&d)[16], std::uint64_t a, std::u
         ".reg .pred p;\n"
         "setp.ne.b32 p, %18, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" WINNOW_REGISTERS_16
-        "}, %16, %17, p, 1, 1, 1, 1;\n"
+        "}, %16, %17, p, 1, 1, %19, %20;\n"
         "}\n"
         : WINNOW_OPERANDS_16(d)
-        : "l"(a), "l"(b), "r"(accumulate));
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor), "n"(kBMnMajor));
   } else {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.b32 p, %18, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" WINNOW_REGISTERS_16
-        "}, %16, %17, p, 1, 1, 1, 1;\n"
+        "}, %16, %17, p, 1, 1, %19, %20;\n"
         "}\n"
         : WINNOW_OPERANDS_16(d)
-        : "l"(a), "l"(b), "r"(accumulate));
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor), "n"(kBMnMajor));
   }
 }
 
-/// d (64 x 64) += A (64 x 16, registers) * B (16 x 64), which is K-major, or MN-major where the
-/// template argument is 1.
-template <class T, int kBMnMajor = 0>
-__device__ inline void multiply_64x64x16(float (&d)[32], const std::uint32_t (&a)[4],
-                                         std::uint64_t b, int accumulate) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WINNOW_REGISTERS_32
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n"
-        "}\n"
-        : WINNOW_OPERANDS_32(d)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kBMnMajor));
-  } else {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" WINNOW_REGISTERS_32
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n"
-        "}\n"
-        : WINNOW_OPERANDS_32(d)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kBMnMajor));
-  }
-}
-
-/// d (64 x 64) += A (64 x 16) * B (16 x 64), both in shared memory. An operand is K-major, or
-/// MN-major where its template argument is 1.
+/// d (64 x 64) += A (64 x 16) * B (16 x 64), both in shared memory.
 template <class T, int kAMnMajor, int kBMnMajor>
 __device__ inline void multiply_64x64x16(float (&d)[32], std::uint64_t a, std::uint64_t b,
                                          int accumulate) {
@@ -189,8 +160,35 @@ __device__ inline void multiply_64x64x16(float (&d)[32], std::uint64_t a, std::u
   }
 }
 
-/// d (64 x 256) += A (64 x 16, K-major) * B (16 rows of four tiles, MN-major).
-template <class T>
+/// d (64 x 64) += A (64 x 16, registers) * B (16 x 64).
+template <class T, int kBMnMajor>
+__device__ inline void multiply_64x64x16(float (&d)[32], const std::uint32_t (&a)[4],
+                                         std::uint64_t b, int accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WINNOW_REGISTERS_32
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n"
+        "}\n"
+        : WINNOW_OPERANDS_32(d)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kBMnMajor));
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" WINNOW_REGISTERS_32
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n"
+        "}\n"
+        : WINNOW_OPERANDS_32(d)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kBMnMajor));
+  }
+}
+
+/// d (64 x 256) += A (64 x 16) * B (16 x 256), both in shared memory.
+template <class T, int kAMnMajor, int kBMnMajor>
 __device__ inline void multiply_64x256x16(float (&d)[128], std::uint64_t a, std::uint64_t b,
                                           int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -199,25 +197,25 @@ __device__ inline void multiply_64x256x16(float (&d)[128], std::uint64_t a, std:
         ".reg .pred p;\n"
         "setp.ne.b32 p, %130, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WINNOW_REGISTERS_128
-        "}, %128, %129, p, 1, 1, 0, 1;\n"
+        "}, %128, %129, p, 1, 1, %131, %132;\n"
         "}\n"
         : WINNOW_OPERANDS_128(d)
-        : "l"(a), "l"(b), "r"(accumulate));
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor), "n"(kBMnMajor));
   } else {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.b32 p, %130, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" WINNOW_REGISTERS_128
-        "}, %128, %129, p, 1, 1, 0, 1;\n"
+        "}, %128, %129, p, 1, 1, %131, %132;\n"
         "}\n"
         : WINNOW_OPERANDS_128(d)
-        : "l"(a), "l"(b), "r"(accumulate));
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor), "n"(kBMnMajor));
   }
 }
 
-/// d (64 x 256) += A (64 x 16, registers) * B (16 rows of four tiles, MN-major).
-template <class T>
+/// d (64 x 256) += A (64 x 16, registers) * B (16 x 256).
+template <class T, int kBMnMajor>
 __device__ inline void multiply_64x256x16(float (&d)[128], const std::uint32_t (&a)[4],
                                           std::uint64_t b, int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -226,48 +224,28 @@ __device__ inline void multiply_64x256x16(float (&d)[128], const std::uint32_t (
         ".reg .pred p;\n"
         "setp.ne.b32 p, %133, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WINNOW_REGISTERS_128
-        "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1;\n"
+        "}, {%128, %129, %130, %131}, %132, p, 1, 1, %134;\n"
         "}\n"
         : WINNOW_OPERANDS_128(d)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kBMnMajor));
   } else {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.b32 p, %133, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" WINNOW_REGISTERS_128
-        "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1;\n"
+        "}, {%128, %129, %130, %131}, %132, p, 1, 1, %134;\n"
         "}\n"
         : WINNOW_OPERANDS_128(d)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kBMnMajor));
   }
 }
 
-/// d (64 x 256) += A * B^T over 32 bytes of k, both operands K-major.
+/// d (64 x 256) += A * B^T over 32 bytes of k, both operands K-major in shared memory.
 template <class T>
 __device__ inline void multiply_64x256_k_major(float (&d)[128], std::uint64_t a, std::uint64_t b,
                                                int accumulate) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WINNOW_REGISTERS_128
-        "}, %128, %129, p, 1, 1, 0, 0;\n"
-        "}\n"
-        : WINNOW_OPERANDS_128(d)
-        : "l"(a), "l"(b), "r"(accumulate));
-  } else if constexpr (std::is_same_v<T, __half>) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" WINNOW_REGISTERS_128
-        "}, %128, %129, p, 1, 1, 0, 0;\n"
-        "}\n"
-        : WINNOW_OPERANDS_128(d)
-        : "l"(a), "l"(b), "r"(accumulate));
-  } else {
+  if constexpr (std::is_same_v<T, __nv_fp8_e4m3>) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -277,6 +255,8 @@ __device__ inline void multiply_64x256_k_major(float (&d)[128], std::uint64_t a,
         "}\n"
         : WINNOW_OPERANDS_128(d)
         : "l"(a), "l"(b), "r"(accumulate));
+  } else {
+    multiply_64x256x16<T, 0, 0>(d, a, b, accumulate);
   }
 }
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // index_topk, backward: the memory in which d_k is summed, and its limit. gradient.cu and
 // gradient_sm90.cu compute the gradients.
-#include <algorithm>
-
 #include "backend_operators.h"
 #include "core/refusals.h"
 #include "cuda/common/runtime.h"
@@ -11,20 +9,8 @@
 namespace winnow::cuda {
 namespace {
 
-struct Plan {
-  TermPlan terms;     // of a deterministic d_k
-  std::size_t bytes;  // of workspace
-};
-
-Plan plan_of(const IndexTopkBackward& args, const Execution& execution) {
-  TermPlan terms;
-  if (execution.deterministic) {
-    const DeviceGuard guard(args.q.device);
-    const std::size_t aside = std::min(execution.workspace_limit, 2 * Workspace::kAlignment);
-    terms = plan_terms(args.indices.shape[0], args.indices.shape[1], args.k.shape[0],
-                       args.k.shape[1], execution.workspace_limit - aside);
-  }
-  return {terms, Workspace::bytes({key_copy_bytes(args.d_k), terms.term_bytes, terms.order_bytes})};
+KeySumPlan plan_of(const IndexTopkBackward& args, const Execution& execution) {
+  return plan_key_sums(args.indices, args.k, args.d_k, execution);
 }
 
 std::size_t workspace_bytes(const IndexTopkBackward& args, const Execution& execution) {
@@ -48,7 +34,7 @@ std::string why_not_sm90(const IndexTopkBackward& args, const Execution& executi
 template <auto kGradient>
 void run(const IndexTopkBackward& args, const Execution& execution) {
   const DeviceGuard guard(args.q.device);
-  const Plan plan = plan_of(args, execution);
+  const KeySumPlan plan = plan_of(args, execution);
   Workspace workspace(execution, plan.bytes);
   const KeySums d_k = begin_key_sums(args.d_k, workspace, execution.stream);
   const TermMemory memory = take_terms(plan.terms, workspace);

@@ -276,26 +276,13 @@ void add_gradients_in_order(const SparseAttentionBackward& args, const Tile& til
   }
 }
 
-struct Plan {
-  TermPlan terms;     // of a deterministic d_kv
-  std::size_t bytes;  // of workspace
-};
-
-Plan plan_of(const SparseAttentionBackward& args, const Execution& execution) {
-  TermPlan terms;
-  if (execution.deterministic) {
-    const DeviceGuard guard(args.q.device);
-    const std::size_t aside = std::min(execution.workspace_limit, 2 * Workspace::kAlignment);
-    terms = plan_terms(args.indices.shape[0], args.indices.shape[1], args.kv.shape[0],
-                       args.kv.shape[1], execution.workspace_limit - aside);
-  }
-  return {terms,
-          Workspace::bytes({key_copy_bytes(args.d_kv), terms.term_bytes, terms.order_bytes})};
+KeySumPlan plan_of(const SparseAttentionBackward& args, const Execution& execution) {
+  return plan_key_sums(args.indices, args.kv, args.d_kv, execution);
 }
 
 template <class T>
 void run_for(const SparseAttentionBackward& args, const Execution& execution) {
-  const Plan plan = plan_of(args, execution);
+  const KeySumPlan plan = plan_of(args, execution);
   const Tile tile = choose_tile<T>(args);
   Workspace workspace(execution, plan.bytes);
   const KeySums d_kv = begin_key_sums(args.d_kv, workspace, execution.stream);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "core/documents.h"
 #include "cuda/common/clamp.cuh"
 #include "cuda/common/runtime.h"
 #include "winnow/tensor.h"
@@ -13,14 +14,6 @@
 namespace winnow::cuda {
 
 inline constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
-
-struct RowPlace {
-  bool in_document = false;
-  std::int64_t document_begin = 0;  // its first row
-  std::int64_t real_length = 0;     // its real rows; those after them are padding
-  std::int64_t position = 0;        // of the row in its document
-  std::int64_t pool_begin = 0;      // its first pool entry, where there are pools
-};
 
 struct Documents {
   const std::int32_t* real;         // [count + 1]

@@ -102,7 +102,8 @@ class BlockProducts {
       const std::uint64_t keys = k_major(stage + tile * kTileBytes);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        multiply_64x64x16<T>(products, q[4 * tile + i], keys + i * kNextKMajor, tile > 0 || i > 0);
+        multiply_64x64x16<T, 0>(products, q[4 * tile + i], keys + i * kNextKMajor,
+                                tile > 0 || i > 0);
       }
       wgmma_commit();
       if (is_first) {

@@ -6,12 +6,22 @@
 
 #include "cuda/hopper/pipeline.cuh"
 #include "cuda/hopper/store_matrices.cuh"
-#include "cuda/index_topk/gradient_sm90/products.cuh"
 #include "cuda/index_topk/gradient_sm90/shared.cuh"
 #include "cuda/index_topk/gradient_sm90/terms.cuh"
 #include "cuda/index_topk/row_scale.cuh"
 
 namespace winnow::cuda::gradient_sm90 {
+
+/// d (64 x heads) += A * B^T with as many heads as d has room for; B is K-major.
+template <class T, int kAMnMajor, int kAccumulators>
+__device__ inline void multiply_by_heads(float (&d)[kAccumulators], std::uint64_t a,
+                                         std::uint64_t b, int accumulate) {
+  if constexpr (kAccumulators == 16) {
+    multiply_64x32x16<T, kAMnMajor, 0>(d, a, b, accumulate);
+  } else {
+    multiply_64x64x16<T, kAMnMajor, 0>(d, a, b, accumulate);
+  }
+}
 
 template <class T, int kHeads, KeyGradient kMode>
 class Row {

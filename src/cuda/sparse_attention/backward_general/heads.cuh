@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the general backward kernels do with the rows of their heads in shared memory: loads,
-// constants, the gradients of keys, and the stores of d_q.
+// What the general backward kernels share: their items, P and dS, and what they do with the rows of
+// their heads in shared memory: loads, constants, the gradients of keys, and the stores of d_q.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,23 @@
 
 namespace winnow::cuda::sparse_attention::backward_general {
 
+/// What a thread block computes: some heads of a query row and a part of its slots. One item a
+/// block: a loop over items would cost registers.
+struct Item {
+  int row;  // counted within the launch
+  int first_head;
+  int split;
+};
+template <int kHeads>
+__device__ Item item_of_block(const BackwardParameters& parameters) {
+  const auto item = static_cast<int>(blockIdx.x);
+  const auto groups = static_cast<int>(parameters.groups);
+  const int group = item / parameters.splits % groups;
+  return {.row = item / parameters.splits / groups,
+          .first_head = static_cast<int>(parameters.first_head) + group * kHeads,
+          .split = item % parameters.splits};
+}
+
 template <class T>
 __device__ float probability(float log_p) {
   const float x = at_most_0(log_p);
@@ -22,6 +39,21 @@ __device__ float probability(float log_p) {
   } else {
     return fast_exp2(x * kLog2E);
   }
+}
+
+/// P and dS of one head and one key.
+struct KeyTerms {
+  float p;
+  float d_s;  // times the scale
+};
+
+/// P and dS of a key from its probability among the keys, `of_keys`; 0 where that is 0, as it is of
+/// a slot without a key and of a head past the last, whatever the constants are.
+__device__ inline KeyTerms key_terms(const BackwardParameters& parameters,
+                                     const HeadConstants& constants, float of_keys, float d_p) {
+  const float gradient = fmaf(constants.share, d_p, constants.offset);
+  return {.p = of_keys == 0 ? 0 : of_keys * constants.share,
+          .d_s = of_keys == 0 ? 0 : of_keys * gradient * parameters.scale};
 }
 
 /// Adds four neighbours by atomics; `aligned`: they begin at a multiple of 16 bytes.
@@ -132,6 +164,15 @@ struct Heads {
           }
         }
       }
+    }
+  }
+
+  /// Adds to the sinks' gradients; `constants` are those of the heads.
+  __device__ void add_to_sinks(const HeadConstants (&constants)[kHeads], bool has_keys) const {
+    const int i = static_cast<int>(threadIdx.x);
+    if (parameters.d_sink != nullptr && has_keys && i < kHeads &&
+        first_head + i < parameters.heads) {
+      atomicAdd(parameters.d_sink + first_head + i, constants[i].d_sink);
     }
   }
 

@@ -64,14 +64,13 @@ class ManyHeadsGradient {
                                    padded_dim(parameters.qk_dim));
   }
 
-  /// `row` is counted within the launch.
-  __device__ void run(int row, int first_head, int split) {
-    row_ = row;
-    first_head_ = first_head;
-    const RowSlots slots = parameters_.slots.row(row);
+  __device__ void run(const Item& item) {
+    row_ = item.row;
+    first_head_ = item.first_head;
+    const RowSlots slots = parameters_.slots.row(item.row);
     const int all_tiles = slots.count / kKeys + (slots.count % kKeys != 0 ? 1 : 0);
     const int split_tiles = (all_tiles + parameters_.splits - 1) / parameters_.splits;
-    const int first_tile = min(split * split_tiles, all_tiles);
+    const int first_tile = min(item.split * split_tiles, all_tiles);
     const int tiles = min(split_tiles, all_tiles - first_tile);
 
     heads().template load<kThreadCount>();
@@ -82,10 +81,7 @@ class ManyHeadsGradient {
       has_keys = run_keys(slots, first_tile, tiles);
     }
     const bool row_has_keys = __syncthreads_or(has_keys ? 1 : 0) != 0;
-    if (parameters_.d_sink != nullptr && row_has_keys && thread() < kHeads &&
-        first_head + thread() < parameters_.heads) {
-      atomicAdd(parameters_.d_sink + first_head + thread(), shared_.constants[thread()].d_sink);
-    }
+    heads().add_to_sinks(shared_.constants, row_has_keys);
     heads().template store_d_q<kWarps>(d_q_);
   }
 
@@ -189,8 +185,7 @@ class ManyHeadsGradient {
       const bool has_head = first_head_ + head < parameters_.heads;
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        float of_all[2];  // P
-        float of_score[2];
+        KeyTerms terms[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float product = s[n][r * 2 + e];
@@ -198,13 +193,10 @@ class ManyHeadsGradient {
           const bool counts = has_head && is_key && product * parameters_.scale != -INFINITY;
           const float of_keys =
               counts ? probability<T>(fmaf(product, parameters_.scale, -constants.lse)) : 0;
-          const float gradient = fmaf(constants.share, d_p[n][r * 2 + e], constants.offset);
-          // 0 without a key, whatever the constants are.
-          of_all[e] = of_keys == 0 ? 0 : of_keys * constants.share;
-          of_score[e] = of_keys == 0 ? 0 : of_keys * gradient * parameters_.scale;
+          terms[e] = key_terms(parameters_, constants, of_keys, d_p[n][r * 2 + e]);
         }
-        scores.p[r][n] = pack<T>(of_all[0], of_all[1]);
-        scores.d_s[r][n] = pack<T>(of_score[0], of_score[1]);
+        scores.p[r][n] = pack<T>(terms[0].p, terms[1].p);
+        scores.d_s[r][n] = pack<T>(terms[0].d_s, terms[1].d_s);
         // Here, not after the barrier that comes before their use.
         asm volatile("" : "+r"(scores.p[r][n]), "+r"(scores.d_s[r][n]));
       }
@@ -303,12 +295,7 @@ __global__ void __launch_bounds__(ManyHeadsGradient<T>::kThreadCount, 1)
         const __grid_constant__ BackwardParameters parameters) {
   extern __shared__ __align__(16) unsigned char memory[];
   ManyHeadsGradient<T> gradient(parameters, memory);
-  // One item a block: a loop over items would cost registers.
-  const auto item = static_cast<int>(blockIdx.x);
-  const auto groups = static_cast<int>(parameters.groups);
-  const int group = item / parameters.splits % groups;
-  gradient.run(item / parameters.splits / groups,
-               static_cast<int>(parameters.first_head) + group * 64, item % parameters.splits);
+  gradient.run(item_of_block<ManyHeadsGradient<T>::kHeads>(parameters));
 }
 
 }  // namespace winnow::cuda::sparse_attention::backward_general

@@ -70,15 +70,14 @@ class RowGradient {
     clear_columns<T, kThreadCount>(kv_tiles_, kv_rows, stride_, parameters.qk_dim, qk_end);
   }
 
-  /// `row` is counted within the launch.
-  __device__ void run(int row, int first_head, int split) {
-    row_ = row;
-    first_head_ = first_head;
-    const RowSlots slots = parameters_.slots.row(row);
+  __device__ void run(const Item& item) {
+    row_ = item.row;
+    first_head_ = item.first_head;
+    const RowSlots slots = parameters_.slots.row(item.row);
     const int tile_keys = parameters_.tile_keys;
     const int all_tiles = slots.count / tile_keys + (slots.count % tile_keys != 0 ? 1 : 0);
     const int split_tiles = (all_tiles + parameters_.splits - 1) / parameters_.splits;
-    const int first_tile = min(split * split_tiles, all_tiles);
+    const int first_tile = min(item.split * split_tiles, all_tiles);
     const int behind_tile = min(first_tile + split_tiles, all_tiles);
 
     heads().template load<kThreadCount>();
@@ -120,11 +119,7 @@ class RowGradient {
       }
     }
 
-    const int thread = static_cast<int>(threadIdx.x);
-    if (parameters_.d_sink != nullptr && has_keys && thread < kHeads &&
-        first_head + thread < parameters_.heads) {
-      atomicAdd(parameters_.d_sink + first_head + thread, shared_.constants[thread].d_sink);
-    }
+    heads().add_to_sinks(shared_.constants, has_keys);
     heads().template store_d_q<kWarps>(d_q_);
     wait_for_copies<0>();  // of heads, where there was no tile
   }
@@ -246,22 +241,18 @@ class RowGradient {
       const bool has_head = first_head_ + head < parameters_.heads;
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        float of_all[2];  // P
-        float of_score[2];
+        KeyTerms terms[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float product = s[n][r * 2 + e];
           const bool counts = has_head && is_key[n][e] && product * parameters_.scale != -INFINITY;
           const float of_keys =
               counts ? probability<T>(fmaf(product, parameters_.scale, -constants.lse)) : 0;
-          const float gradient = fmaf(constants.share, d_p[n][r * 2 + e], constants.offset);
-          // 0 without a key, whatever the constants are.
-          of_all[e] = of_keys == 0 ? 0 : of_keys * constants.share;
-          of_score[e] = of_keys == 0 ? 0 : of_keys * gradient * parameters_.scale;
+          terms[e] = key_terms(parameters_, constants, of_keys, d_p[n][r * 2 + e]);
         }
         const int key = first_key + n * 8 + column_in_block(lane(), 0);
-        put_pair(&shared_.p[head][key], of_all[0], of_all[1]);
-        put_pair(&shared_.d_s[head][key], of_score[0], of_score[1]);
+        put_pair(&shared_.p[head][key], terms[0].p, terms[1].p);
+        put_pair(&shared_.d_s[head][key], terms[0].d_s, terms[1].d_s);
       }
     }
   }
@@ -358,12 +349,7 @@ __global__ void __launch_bounds__(kThreads<kHeads>, (min_blocks<kHeads, kPairs>(
         const __grid_constant__ BackwardParameters parameters) {
   extern __shared__ __align__(16) unsigned char memory[];
   RowGradient<T, kHeads, kPairs, kMaxKeys> gradient(parameters, memory);
-  // One item a block: a loop over items would cost registers.
-  const auto item = static_cast<int>(blockIdx.x);
-  const auto groups = static_cast<int>(parameters.groups);
-  const int group = item / parameters.splits % groups;
-  gradient.run(item / parameters.splits / groups,
-               static_cast<int>(parameters.first_head) + group * kHeads, item % parameters.splits);
+  gradient.run(item_of_block<kHeads>(parameters));
 }
 
 }  // namespace winnow::cuda::sparse_attention::backward_general

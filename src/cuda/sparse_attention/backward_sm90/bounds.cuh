@@ -194,8 +194,8 @@ class BoundOperand {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kTiles * 4; ++i) {
-      multiply_64x64x16<T>(products, rows_[i],
-                           k_major(stage + i / 4 * kTileBytes) + i % 4 * kNextKMajor, i > 0);
+      multiply_64x64x16<T, 0>(products, rows_[i],
+                              k_major(stage + i / 4 * kTileBytes) + i % 4 * kNextKMajor, i > 0);
     }
     wgmma_commit();
     hand_over_tensor_cores(1 - side);

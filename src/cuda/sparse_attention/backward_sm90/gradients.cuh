@@ -32,7 +32,7 @@ __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, Share
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        multiply_64x256x16<T>(
+        multiply_64x256x16<T, 0, 1>(
             d_q, k_major(ds) + i * kNextKMajor,
             mn_major(shared_address(shared.kv[first_tile]), kTileBytes) + i * kNextMnMajor, 1);
       }

@@ -111,7 +111,7 @@ __device__ void compute_rope_gradients(SharedStorage& shared, int half, float (&
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kHeads / 16; ++i) {
-    multiply_64x32x16<T>(gradients, ds + i * kNextMnMajor, q + i * kNextMnMajor, i > 0);
+    multiply_64x32x16<T, 1, 1>(gradients, ds + i * kNextMnMajor, q + i * kNextMnMajor, i > 0);
   }
   wgmma_commit();
   wgmma_wait<0>();

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "cuda/common/mma.cuh"
+#include "cuda/hopper/from_lane_0.cuh"
 #include "cuda/hopper/store_matrices.cuh"
 #include "cuda/sparse_attention/forward_few_heads_sm90/shared.cuh"
 
@@ -78,9 +79,9 @@ class Attention {
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        multiply_64x16x16<T, 0>(s_, k_major(stage + tile * kTileBytes) + i * kNextKMajor,
-                                k_major(q + tile * kQueryTileBytes) + i * kNextKMajor,
-                                tile > 0 || i > 0);
+        multiply_64x16x16<T, 0, 0>(s_, k_major(stage + tile * kTileBytes) + i * kNextKMajor,
+                                   k_major(q + tile * kQueryTileBytes) + i * kNextKMajor,
+                                   tile > 0 || i > 0);
       }
     }
     wgmma_commit();
@@ -89,9 +90,7 @@ class Attention {
 
   /// Turns S^T into P, which goes to shared memory as [heads, keys].
   __device__ void apply_softmax() {
-    // Only lane 0 reads `valid`: once it frees the stage, the gather overwrites it.
-    const std::uint32_t valid =
-        __shfl_sync(0xffffffffu, lane() == 0 ? shared_.valid[kTeam][warp()] : 0, 0);
+    const std::uint32_t valid = from_lane_0(lane(), shared_.valid[kTeam][warp()]);
     if (valid != 0xffff) mask(valid);
     const MaximumMoves moves = move_maxima();
     if (__any_sync(0xffffffffu, moves.rescale[0] != 1 || moves.rescale[1] != 1 ||
@@ -176,9 +175,9 @@ class Attention {
     for (int i = 0; i < kBlock / 16; ++i) {
 #pragma unroll
       for (int tile = 0; tile < kValueTiles; ++tile) {
-        multiply_64x16x16<T, 1>(out_[tile],
-                                mn_major(stage + tile * kTileBytes, kTileBytes) + i * kNextMnMajor,
-                                p + i * kNextKMajor, 1);
+        multiply_64x16x16<T, 1, 0>(
+            out_[tile], mn_major(stage + tile * kTileBytes, kTileBytes) + i * kNextMnMajor,
+            p + i * kNextKMajor, 1);
       }
       wgmma_commit();
     }

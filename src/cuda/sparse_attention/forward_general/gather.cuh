@@ -83,14 +83,6 @@ struct Tiles {
 /// A barrier of all warps, for code that only some of them run.
 __device__ inline void wait_for_block() { asm volatile("bar.sync 0;" ::: "memory"); }
 
-/// Writes zeros where `valid` is false; then nothing is read.
-__device__ inline void copy_or_clear_16_bytes_async(std::uint32_t shared, const void* global,
-                                                    bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-               "r"(valid ? 16 : 0)
-               : "memory");
-}
-
 /// Gathers the rows of one query's keys, tile by tile, by the value warps: eight lanes a row.
 template <class Shape>
 class Gather {

@@ -48,14 +48,6 @@ struct Shape {
   static constexpr std::size_t kSharedBytes = sizeof(Storage) + std::max(kRingBytes, kSumBytes);
 };
 
-/// Writes zeros where `valid` is false; then nothing is read.
-__device__ inline void copy_or_clear_16_bytes_async(std::uint32_t shared, const void* global,
-                                                    bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-               "r"(valid ? 16 : 0)
-               : "memory");
-}
-
 /// A barrier of one team: what its threads wrote before is visible to all of them after it.
 template <int kTeam>
 __device__ void wait_for_team(int team) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/hopper/from_lane_0.cuh"
 #include "cuda/hopper/tensor_copy.cuh"
 #include "cuda/sparse_attention/forward_sm90/shared.cuh"
 #include "cuda/sparse_attention/forward_sm90/softmax.cuh"
@@ -139,17 +140,12 @@ class Attention {
     for (int i = 0; i < 128; ++i) out_[i] = 0;
   }
 
-  /// Only lane 0 reads: once it frees a block, the producer overwrites what was told about it.
-  __device__ static std::uint32_t from_lane_0(const std::uint32_t& word) {
-    return __shfl_sync(0xffffffffu, lane() == 0 ? word : 0, 0);
-  }
   __device__ BlockInfo read_info(int pair) {
     shared_.info_full[kSide][pair % 2].wait(pair / 2);
     const BlockInfo& info = shared_.info[kSide][pair % 2];
-    return {
-        {from_lane_0(info.valid[0]), from_lane_0(info.valid[1])},
-        static_cast<std::int32_t>(from_lane_0(reinterpret_cast<const std::uint32_t&>(info.item))),
-        from_lane_0(info.flags)};
+    return {{from_lane_0(lane(), info.valid[0]), from_lane_0(lane(), info.valid[1])},
+            from_lane_0(lane(), info.item),
+            from_lane_0(lane(), info.flags)};
   }
 
   __device__ static constexpr int tile_at(int i) { return tile_of<kSide>(i); }
@@ -212,7 +208,7 @@ class Attention {
     const std::uint64_t values = mn_major(block + kSide * kHalfTiles * kTileBytes, kTileBytes);
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) {
-      multiply_64x256x16<T>(out_, p + i * kNextKMajor, values + i * kNextMnMajor, 1);
+      multiply_64x256x16<T, 0, 1>(out_, p + i * kNextKMajor, values + i * kNextMnMajor, 1);
       wgmma_commit();
     }
   }
@@ -252,7 +248,7 @@ class Attention {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) {
-      multiply_64x256x16<T>(out_, p_[i], values + i * kNextMnMajor, 1);
+      multiply_64x256x16<T, 1>(out_, p_[i], values + i * kNextMnMajor, 1);
       wgmma_commit();
     }
   }
@@ -261,7 +257,8 @@ class Attention {
   /// Nearly always no lane has to know another's scores, which would cost shuffles on the critical
   /// path.
   __device__ Rescale make_probabilities(bool is_first) {
-    float subtrahends[2] = {subtrahend_of(state_[0], scale_), subtrahend_of(state_[1], scale_)};
+    const float subtrahends[2] = {subtrahend_of(state_[0], scale_),
+                                  subtrahend_of(state_[1], scale_)};
     float sums[2] = {};
     bool is_done = false;
     if (!is_first) {
@@ -275,9 +272,10 @@ class Attention {
     }
     Rescale rescale;
     if (!is_done) {
-      rescale = move_maxima(s_, state_, sums, scale_, subtrahends);
+      const MaximumMoves moves = move_maxima(s_, state_, sums, scale_, subtrahends);
+      rescale = moves.rescale;
       sums[0] = sums[1] = 0;
-      exponentiate_block(subtrahends, sums);
+      exponentiate_block(moves.subtrahends, sums);
     } else if (params_.max_logits != nullptr) {
       state_[0].largest = fmaxf(state_[0].largest, largest_product(s_, 0));
       state_[1].largest = fmaxf(state_[1].largest, largest_product(s_, 1));
@@ -317,23 +315,27 @@ class Attention {
   /// The end of an item in warpgroup 0: the values of its last block, the results of its rows, out.
   __device__ void end_item_first(int pair, int item) {
     follow_maximum(pair);
-    float normalizers[2];
-    if (from_lane_0(shared_.info[kOther][pair % 2].flags) & kEmpty) {
-      finish_rows(item, normalizers);
+    Normalizers normalizers;
+    if (from_lane_0(lane(), shared_.info[kOther][pair % 2].flags) & kEmpty) {
+      normalizers = finish_rows(item);
       if (lane() == 0) {
         for (Barrier& free : shared_.free[kOther][1]) free.arrive();
       }
     } else {
       multiply_other_values();
-      finish_rows(item, normalizers);
+      normalizers = finish_rows(item);
       free_slices<0, 0>();
     }
-    store_out<T>(params_, out_, normalizers, item, 0);
+    store_out<T>(params_, out_, normalizers.of_row, item, 0);
     start_item();
   }
 
+  struct Normalizers {
+    float of_row[2];
+  };
   /// Writes lse and max_logits, and tells warpgroup 1 by what to multiply out.
-  __device__ void finish_rows(int item, float (&normalizers)[2]) {
+  __device__ Normalizers finish_rows(int item) {
+    Normalizers normalizers;
     const int t = item / params_.head_groups;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -346,7 +348,7 @@ class Attention {
       const RowEnd end = finish_row(logit(state_[half].maximum),
                                     quad_sum(state_[half].sum) + shared_.sums[r], sink);
       const float largest = quad_max(state_[half].largest);
-      normalizers[half] = end.normalizer;
+      normalizers.of_row[half] = end.normalizer;
       if (lane() % 4 != 0) continue;
       shared_.normalizers[r] = end.normalizer;
       if (!is_there) continue;
@@ -357,6 +359,7 @@ class Attention {
       }
     }
     shared_.finished.arrive();
+    return normalizers;
   }
 
   const ForwardParameters& params_;

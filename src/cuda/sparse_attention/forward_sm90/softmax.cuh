@@ -60,12 +60,17 @@ __device__ inline bool is_plain(const RowState& row, float subtrahend) {
   return row.maximum != -INFINITY && fabsf(subtrahend) <= kMaxSubtrahend;
 }
 
-/// Moves the running maxima of a lane's two rows where they have to. `sums` are those of the
-/// exponentials from the maxima before; `subtrahends` become those of the maxima after. Whether a
-/// maximum moves depends on its row alone, not on the other rows of the warp.
-__device__ inline Rescale move_maxima(Scores& s, RowState (&state)[2], const float (&sums)[2],
-                                      const ExponentScale& scale, float (&subtrahends)[2]) {
+struct MaximumMoves {
   Rescale rescale;
+  float subtrahends[2];  // of the maxima after the moves
+};
+/// Moves the running maxima of a lane's two rows where they have to. `subtrahends` are those of the
+/// maxima before, and `sums` those of the exponentials from them. Whether a maximum moves depends
+/// on its row alone, not on the other rows of the warp.
+__device__ inline MaximumMoves move_maxima(Scores& s, RowState (&state)[2], const float (&sums)[2],
+                                           const ExponentScale& scale,
+                                           const float (&subtrahends)[2]) {
+  MaximumMoves moves;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     RowState& row = state[half];
@@ -73,22 +78,23 @@ __device__ inline Rescale move_maxima(Scores& s, RowState (&state)[2], const flo
     const float largest_sum = quad_max(sums[half]);
     row.largest = fmaxf(row.largest, largest);
     if (is_plain(row, subtrahends[half]) ? largest_sum > kMaxSum : is_passed(row, largest, scale)) {
-      rescale.factors[half] = move_maximum(row, largest, scale);
+      moves.rescale.factors[half] = move_maximum(row, largest, scale);
     }
-    subtrahends[half] = subtrahend_of(row, scale);
+    float& subtrahend = moves.subtrahends[half];
+    subtrahend = subtrahend_of(row, scale);
     // Maxima whose logits are large are subtracted from the products themselves, where close ones
     // have an exact difference: rounded, the logit of the maximum is off by more than the
     // exponentials bear.
-    const bool is_large = fabsf(subtrahends[half]) > kMaxSubtrahend;
+    const bool is_large = fabsf(subtrahend) > kMaxSubtrahend;
     const float maximum = is_large ? row.maximum : 0.0f;
-    if (is_large) subtrahends[half] = 0;
+    if (is_large) subtrahend = 0;
 #pragma unroll
     for (int i = 0; i < kBlock / 8; ++i) {
       s[4 * i + 2 * half] -= maximum;
       s[4 * i + 2 * half + 1] -= maximum;
     }
   }
-  return rescale;
+  return moves;
 }
 
 /// Turns 16 columns of S into P, rounded; sums are unrounded.

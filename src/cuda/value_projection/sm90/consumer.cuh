@@ -47,7 +47,7 @@ __device__ void accumulate(float (&c)[128], SharedStorage& shared, PipelineState
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < kK / 16; ++j) {
-      multiply_64x256<T, kAMn, kBMn>(c, a + j * kNext<kAMn>, b + j * kNext<kBMn>, step + j > 0);
+      multiply_64x256x16<T, kAMn, kBMn>(c, a + j * kNext<kAMn>, b + j * kNext<kBMn>, step + j > 0);
     }
     wgmma_commit();
     wgmma_wait<1>();

@@ -1,48 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Instructions of Hopper that the products of value_projection use beside those of cuda/hopper: the
-// widest wgmma with operands of either layout, TMA from shared memory to a tensor, and what the two
-// thread blocks of a cluster share.
+// Instructions of Hopper that the products of value_projection use beside those of cuda/hopper: TMA
+// from shared memory to a tensor, and what the two thread blocks of a cluster share.
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include <cuda.h>
 
 #include "cuda/hopper/barrier.cuh"
-#include "cuda/hopper/wgmma.cuh"
 
 namespace winnow::cuda::value_projection::sm90 {
 
 using namespace winnow::hopper;
-
-/// d (64 x 256) += A (64 x 16) * B (16 x 256), both in shared memory. An operand is K-major, or
-/// MN-major where its template argument is 1.
-template <class T, int kAMnMajor, int kBMnMajor>
-__device__ inline void multiply_64x256(float (&d)[128], std::uint64_t a, std::uint64_t b,
-                                       int accumulate) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WINNOW_REGISTERS_128
-        "}, %128, %129, p, 1, 1, %131, %132;\n"
-        "}\n"
-        : WINNOW_OPERANDS_128(d)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor), "n"(kBMnMajor));
-  } else {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" WINNOW_REGISTERS_128
-        "}, %128, %129, p, 1, 1, %131, %132;\n"
-        "}\n"
-        : WINNOW_OPERANDS_128(d)
-        : "l"(a), "l"(b), "r"(accumulate), "n"(kAMnMajor), "n"(kBMnMajor));
-  }
-}
 
 /// Starts a copy from shared memory to the box that begins at element (column, row, plane). What
 /// lies outside of the tensor is not written. Writes to shared memory need a proxy fence before.

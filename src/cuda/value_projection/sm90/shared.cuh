@@ -8,6 +8,7 @@
 
 #include "cuda/hopper/pipeline.cuh"
 #include "cuda/hopper/tensor_copy.cuh"
+#include "cuda/hopper/wgmma.cuh"
 #include "cuda/value_projection/sm90/instructions.cuh"
 
 namespace winnow::cuda::value_projection::sm90 {
