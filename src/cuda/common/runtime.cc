@@ -134,7 +134,7 @@ std::string needs_sm90(Device device) {
                      properties.minor);
 }
 
-std::string needs_sm90_and_two_bytes(const Tensor& tensor) {
+std::string needs_sm90_and_16_bits(const Tensor& tensor) {
   if (std::string reason = needs_sm90(tensor.device); !reason.empty()) return reason;
   if (tensor.dtype == DType::bf16 || tensor.dtype == DType::f16) return {};
   return sentence(refusal::takes_dtypes, "bf16 and f16");

@@ -171,7 +171,7 @@ std::string sentence(const char* refusal, std::string_view what, std::int64_t nu
 /// Empty if the device has the instructions of Hopper alone, for which *_sm90.cu are compiled.
 std::string needs_sm90(Device device);
 /// Empty if, besides, the tensor is of bf16 or f16.
-std::string needs_sm90_and_two_bytes(const Tensor& tensor);
+std::string needs_sm90_and_16_bits(const Tensor& tensor);
 
 /// Empty if `bytes` of workspace are within the limit.
 std::string over_limit(std::size_t bytes, const Execution& execution);

@@ -112,7 +112,7 @@ void launch_for(const IndexTarget& args, const Execution& execution) {
 }
 
 std::string why_not(const IndexTarget& args, const Execution&) {
-  if (std::string reason = needs_sm90_and_two_bytes(args.q); !reason.empty()) return reason;
+  if (std::string reason = needs_sm90_and_16_bits(args.q); !reason.empty()) return reason;
   if (args.q.shape[2] != kWideDim && args.q.shape[2] != kNarrowDim)
     return sentence(refusal::takes_qk_dims, "576 and 512");
   if (!has_aligned_rows(args.q) || !has_aligned_rows(args.kv))

@@ -149,7 +149,7 @@ constexpr int kIndexTiles = 2;
 
 std::string why_not_windows_sm90(const Tensor& q, const Tensor& kv, const Tensor& index_q,
                                  const Tensor& index_k) {
-  if (std::string reason = needs_sm90_and_two_bytes(q); !reason.empty()) return reason;
+  if (std::string reason = needs_sm90_and_16_bits(q); !reason.empty()) return reason;
   if (q.shape[2] != 9 * kTileColumns && q.shape[2] != 8 * kTileColumns)
     return sentence(refusal::takes_qk_dims, "576 and 512");
   if (index_q.shape[2] != kIndexTiles * kTileColumns)

@@ -161,7 +161,7 @@ void index_gradient_sm90(const IndexGradient& call, const TermPlan& plan, const 
 
 std::string why_not_gradient_sm90(const Tensor& q, const Tensor& k, const Tensor& d_q,
                                   const Tensor& d_k) {
-  if (std::string reason = needs_sm90_and_two_bytes(q); !reason.empty()) return reason;
+  if (std::string reason = needs_sm90_and_16_bits(q); !reason.empty()) return reason;
   if (q.shape[2] > kColumns) return sentence(refusal::takes_dim_up_to, "index_dim", kColumns);
   for (const Tensor* tensor : {&q, &k, &d_q, &d_k}) {
     if (!has_aligned_rows(*tensor))

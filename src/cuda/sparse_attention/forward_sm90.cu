@@ -154,7 +154,7 @@ void launch_for(const SparseAttentionForward& args, const Execution& execution) 
 }
 
 std::string why_not(const SparseAttentionForward& args, const Execution&) {
-  if (std::string reason = needs_sm90_and_two_bytes(args.q); !reason.empty()) return reason;
+  if (std::string reason = needs_sm90_and_16_bits(args.q); !reason.empty()) return reason;
   const std::int64_t qk_dim = args.q.shape[2];
   if ((qk_dim != 576 && qk_dim != 512) || args.out.shape[2] != 512)
     return sentence(refusal::takes_widths, "576/512 and 512/512");

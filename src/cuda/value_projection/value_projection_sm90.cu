@@ -314,7 +314,7 @@ bool can_be_copied(const Tensor& tensor) {
 
 /// Why not, whatever the strides are. TMA writes rows in units of 16 bytes.
 std::string why_not_type(const Tensor& out, const Tensor& w_v) {
-  if (std::string reason = needs_sm90_and_two_bytes(out); !reason.empty()) return reason;
+  if (std::string reason = needs_sm90_and_16_bits(out); !reason.empty()) return reason;
   if (w_v.shape[1] % 8 != 0) return sentence(refusal::takes_dim_multiple, "head_dim", 8);
   return {};
 }

@@ -17,6 +17,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "cuda/common/block_barrier.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/tile_product.cuh"
 #include "cuda/sparse_attention/backward_general/heads.cuh"
@@ -101,15 +102,16 @@ class ManyHeadsGradient {
       compute_scores(scores, 0);
       store_scores(scores);
     }
-    wait_for_block();  // P and dS of the first tile are there
+    wait_for_block<kThreadCount>();  // P and dS of the first tile are there
     for (int i = 0; i < tiles; ++i) {
       add_to_query(rows_of(i));
-      wait_for_block();  // all are done with the rows of tile i
+      wait_for_block<kThreadCount>();  // all are done with the rows of tile i
       Scores scores;
       compute_scores(scores, min(i + 1, tiles - 1));
-      wait_for_block();  // P and dS of tile i have been used; the rows of tile i + 2 are there
+      wait_for_block<kThreadCount>();  // P and dS of tile i have been used; the rows of tile i + 2
+                                       // are there
       store_scores(scores);
-      wait_for_block();  // P and dS of tile i + 1 are there
+      wait_for_block<kThreadCount>();  // P and dS of tile i + 1 are there
     }
   }
 
@@ -122,10 +124,10 @@ class ManyHeadsGradient {
       has_keys = has_keys || gather.has_key();
     }
     begin();
-    wait_for_block();
+    wait_for_block<kThreadCount>();
     for (int i = 0; i < tiles; ++i) {
       add_to_query(rows_of(i));
-      wait_for_block();
+      wait_for_block<kThreadCount>();
       if (i + 2 < tiles) {
         gather.start(first_tile + i + 2, rows_of(i), shared_.key[(i + 2) % kKeyBuffers]);
         has_keys = has_keys || gather.has_key();
@@ -134,8 +136,8 @@ class ManyHeadsGradient {
         add_to_keys(shared_.key[i % kKeyBuffers], (first_tile + i) * kKeys);
       }
       wait_for_copies<0>();
-      wait_for_block();
-      wait_for_block();
+      wait_for_block<kThreadCount>();
+      wait_for_block<kThreadCount>();
     }
     return has_keys;
   }
@@ -145,11 +147,9 @@ class ManyHeadsGradient {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) clear_accumulators(d_q_[i]);
     wait_for_copies<0>();
-    wait_for_block();  // rows of heads and of two tiles and the heads' constants are there
+    wait_for_block<kThreadCount>();  // rows of heads and of two tiles and the heads' constants are
+                                     // there
   }
-
-  /// A barrier of all warps, for code that only some of them run.
-  __device__ static void wait_for_block() { asm volatile("bar.sync 0;" ::: "memory"); }
 
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
   __device__ static int warp() { return thread() / 32; }

@@ -80,9 +80,6 @@ struct Tiles {
   std::uint32_t q, kv;
 };
 
-/// A barrier of all warps, for code that only some of them run.
-__device__ inline void wait_for_block() { asm volatile("bar.sync 0;" ::: "memory"); }
-
 /// Gathers the rows of one query's keys, tile by tile, by the value warps: eight lanes a row.
 template <class Shape>
 class Gather {

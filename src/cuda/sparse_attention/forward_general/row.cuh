@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/block_barrier.cuh"
 #include "cuda/sparse_attention/forward_general/gather.cuh"
 #include "cuda/sparse_attention/forward_general/scores.cuh"
 #include "cuda/sparse_attention/forward_general/values.cuh"
@@ -35,7 +36,7 @@ class RowAttention {
     } else {
       run_values(t, first_head, slots, tiles);
     }
-    wait_for_block();  // the next item's Q and normalizers overwrite this one's
+    wait_for_block<Shape::kThreads>();  // the next item's Q and normalizers overwrite this one's
   }
 
  private:
@@ -46,14 +47,14 @@ class RowAttention {
   __device__ void run_scores(std::int64_t t, int first_head, int tiles) {
     ScoreWarp<Shape> scores(parameters_, shared_, tiles_, warp(), lane());
     wait_for_copies<0>();
-    wait_for_block();  // Q and the rows of tile 0 are there
+    wait_for_block<Shape::kThreads>();  // Q and the rows of tile 0 are there
     scores.load_queries();
     for (int tile = 0; tile < tiles; ++tile) {
       scores.attend(tile);
-      wait_for_block();
+      wait_for_block<Shape::kThreads>();
     }
     scores.finish(t, first_head);
-    wait_for_block();  // the normalizers are there
+    wait_for_block<Shape::kThreads>();  // the normalizers are there
   }
 
   __device__ void run_values(std::int64_t t, int first_head, int slots, int tiles) {
@@ -62,7 +63,7 @@ class RowAttention {
     const int ahead = tiles_.stages == 4 ? 2 : 1;
     for (int tile = 0; tile < ahead; ++tile) gather.start(tile, tiles_, shared_.key);
     wait_for_next_tile();
-    wait_for_block();  // Q and the rows of tile 0 are there
+    wait_for_block<Shape::kThreads>();  // Q and the rows of tile 0 are there
     for (int tile = 0; tile <= tiles; ++tile) {
       if (tiles_.stages > 2) gather.start(tile + ahead, tiles_, shared_.key);
       if (tile > 0) values.add(tile - 1);
@@ -72,7 +73,7 @@ class RowAttention {
         gather.start(tile + 1, tiles_, shared_.key);
       }
       wait_for_next_tile();
-      wait_for_block();
+      wait_for_block<Shape::kThreads>();
     }
     values.store(t, first_head);
   }

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+// A barrier of a thread block whose warps run different code.
+#pragma once
+
+namespace winnow::cuda {
+
+/// Waits for all kThreads threads of the block, wherever in the code each warp waits. Unlike
+/// __syncthreads it says for how many: without that number all are to come to the same place.
+template <int kThreads>
+__device__ inline void wait_for_block() {
+  asm volatile("bar.sync 0, %0;" ::"n"(kThreads) : "memory");
+}
+
+}  // namespace winnow::cuda
