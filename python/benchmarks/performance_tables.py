@@ -9,9 +9,9 @@
 and writes commit, date, device and the times of each; it needs neither torch nor a compiler, and
 `run.sh tables FILE.json` does it from a bundle of scripts/gpu_bundle.sh. `measure-cpu` runs the
 list of `winnow bench` on this machine's CPU. `write` puts the tables of docs/performance/h200.json
-and cpu.json, and of peers-h200.json, peers-index-h200.json and eager.json, which against_peers.py
-and against_eager.py write, between their markers in the page, and a summary of the races with peers
-into README.md; without such a file its tables stay as they are.
+and cpu-*.json, and of peers-*.json and eager-*.json, which against_peers.py and against_eager.py
+write, between their markers in the page, and a summary of the races with peers into README.md;
+without such a file its tables stay as they are.
 """
 
 import argparse
@@ -31,8 +31,13 @@ PAGE = ROOT / "docs" / "performance.md"
 FIGURES = ROOT / "docs" / "performance" / "h200.json"
 PEERS = ROOT / "docs" / "performance" / "peers-h200.json"
 INDEX_PEERS = ROOT / "docs" / "performance" / "peers-index-h200.json"
-CPU = ROOT / "docs" / "performance" / "cpu.json"
-EAGER = ROOT / "docs" / "performance" / "eager.json"
+CPU, EAGER = (  # by table
+    {name.replace("-", "_"): ROOT / "docs" / "performance" / f"{name}.json" for name in names}
+    for names in (
+        ("cpu-avx2", "cpu-avx512"),
+        ("eager-avx2", "eager-avx512", "eager-avx512-without-bf16"),
+    )
+)
 KEPT = ("call", "kernel", "median_seconds", "fastest_seconds", "slowest_seconds", "repeats")
 
 
@@ -379,11 +384,12 @@ def tables() -> Iterator[tuple[str, str]]:
         measured = json.loads(FIGURES.read_text())
         for table in TABLES:
             yield table.name, table_of(table, measured)
-    for name, races in (("peers", PEERS), ("index_peers", INDEX_PEERS), ("eager", EAGER)):
+    for name, races in ({"peers": PEERS, "index_peers": INDEX_PEERS} | EAGER).items():
         if races.exists():
             yield name, peers_table(json.loads(races.read_text()))
-    if CPU.exists():
-        yield "cpu", cpu_table(json.loads(CPU.read_text()))
+    for name, figures in CPU.items():
+        if figures.exists():
+            yield name, cpu_table(json.loads(figures.read_text()))
 
 
 def written(page: str) -> str:
