@@ -356,9 +356,10 @@ void add_bench(CLI::App& app, int&) {
   command->add_option("--limit", options->limit_mib, "The workspace limit in MiB. Default: 256.")
       ->transform(whole_number(std::int64_t{1}, std::int64_t{1} << 20));
 
-  const auto size = [&](const char* name, std::optional<std::int64_t>& value, const char* what) {
+  const auto size = [&](const char* name, std::optional<std::int64_t>& value, const char* what,
+                        std::int64_t most = std::int64_t{1} << 31) {
     command->add_option(name, value, what)
-        ->transform(whole_number(std::int64_t{1}, std::int64_t{1} << 31))
+        ->transform(whole_number(std::int64_t{1}, most))
         ->group("Sizes instead of the case's");
   };
   size("--tokens", options->tokens, "Query rows. Default: at most the case's, as time allows.");
@@ -368,7 +369,8 @@ void add_bench(CLI::App& app, int&) {
   size("--heads", options->heads, "Of attention.");
   size("--qk-dim", options->qk_dim, "Channels of q and kv.");
   size("--v-dim", options->v_dim, "Channels of values.");
-  size("--topk", options->topk, "Slots of attention; a sliding window is a part of them.");
+  size("--topk", options->topk, "Slots of attention; a sliding window is a part of them.",
+       std::int64_t{1} << 30);
   size("--index-heads", options->index_heads, "Of the indexer.");
   size("--index-dim", options->index_dim, "Channels of the indexer.");
 

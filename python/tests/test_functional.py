@@ -394,6 +394,10 @@ def call(name: str, **changes):
         ("sparse_attention", {"lengths": torch.full((5,), 4).int()}, ValueError, r"lengths\[0\] 4"),
         ("index_topk", {"topk": 0}, ValueError, "topk 0: must be at least 1"),
         ("index_topk", {"topk": 2.0}, TypeError, "topk 2.0: must be an integer"),
+        ("index_topk", {"topk": "2"}, TypeError, "topk '2': must be an integer"),
+        ("index_topk", {"topk": True}, TypeError, "topk True: must be an integer"),
+        ("index_loss", {"selection": torch.zeros(5, 3).int()}, TypeError, "selection is a Tensor"),
+        ("index_target", {"selection": None}, TypeError, "selection is a NoneType: must be a Sel"),
         ("index_topk", {"topk": None}, ValueError, "one of topk and indices must be given"),
         ("index_topk", {"indices": torch.zeros(5, 2).int()}, ValueError, "one of topk and indices"),
         ("index_topk", {"lengths": torch.zeros(5).int()}, ValueError, "lengths: must be absent"),
@@ -483,15 +487,18 @@ def test_errors_name_what_is_wrong(name, changes, error, text):
 def test_sizes_that_are_too_large_are_refused(size):
     packing = winnow.Packing(offsets([3, 2]))
     too_large = f"{size}: must be at most 2147483647$"
-    with pytest.raises(ValueError, match=f"^index_topk: topk {too_large}"):
+    too_many = f"{size}: must be at most 1073741824$"
+    with pytest.raises(ValueError, match=f"^index_topk: topk {too_many}"):
         call("index_topk", topk=size)
+    with pytest.raises(ValueError, match=f"^window_indices: topk {too_many}"):
+        winnow.window_indices(packing, window=2, topk=size)
     with pytest.raises(ValueError, match=f"^Packing.windows: ratio {too_large}"):
         call("index_topk", ratio=size)
     with pytest.raises(ValueError, match=f"^sparse_attention: v_dim {too_large}"):
         call("sparse_attention", v_dim=size)
     with pytest.raises(ValueError, match=f"^dense_index_loss: key_offset {too_large}"):
         call("dense_index_loss", key_offset=size)
-    for name in ("window", "ratio", "key_offset", "topk"):
+    for name in ("window", "ratio", "key_offset"):
         with pytest.raises(ValueError, match=f"^window_indices: {name} {too_large}"):
             winnow.window_indices(packing, **{"window": 2} | {name: size})
     with pytest.raises(ValueError, match=f"^Packing: tokens {too_large}"):

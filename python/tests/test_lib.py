@@ -254,6 +254,12 @@ print(begin, end)
     assert done.stdout == "[0 0 0 3 3] [1 2 3 4 5]\n", done.stderr
 
 
+def test_without_torch_names_say_what_is_missing():
+    done = python("import sys; sys.modules['torch'] = None; from winnow import index_topk")
+    told = "ImportError: winnow.index_topk needs PyTorch from 2.6 on: pip install torch\n"
+    assert done.stderr.endswith(told)
+
+
 def test_a_library_of_another_version_is_refused(tmp_path):
     shutil.copytree(os.path.dirname(winnow.__file__), tmp_path / "winnow")
     changes = {

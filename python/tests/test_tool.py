@@ -59,6 +59,17 @@ def test_a_closed_stdout_is_an_error(command):
     assert shell('"$@" >&-', TOOL, *command.split()) == told
 
 
+def test_a_rates_file_that_cannot_be_read_is_an_error(tmp_path):
+    (tmp_path / "rates").write_text("{]")
+    for file, reason in {
+        tmp_path: f"cannot read '{tmp_path}'",
+        tmp_path / "none": f"cannot read '{tmp_path}/none'",
+        tmp_path / "rates": f"{tmp_path}/rates: is not JSON: wrong at byte 2",
+    }.items():
+        ran = tool(f"plan --model glm-5.2 --tokens 4096 --ranks 2 --rates {file}")
+        assert (ran.returncode, ran.stderr) == (1, f"winnow: {reason}\n")
+
+
 @pytest.fixture
 def no_matrix_product(tmp_path, monkeypatch):
     """bench finds no OpenBLAS, whose large product would take seconds."""

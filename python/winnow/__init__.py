@@ -43,3 +43,9 @@ if importlib.util.find_spec("torch") is not None:  # without torch only winnow._
         "why_not",
         *functional.__all__,
     ]
+else:
+
+    def __getattr__(name: str):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise ImportError(f"winnow.{name} needs PyTorch from 2.6 on: pip install torch")

@@ -116,11 +116,13 @@ def main(arguments: list[str] | None = None) -> int:
         return _report(parser, given)
     names = given.operators or list(_OPERATORS[given.command])
     if unknown := sorted(set(names) - set(_OPERATORS[given.command])):
-        parser.error(f"no operator {', '.join(unknown)}")
+        allowed = ", ".join(_OPERATORS[given.command])
+        parser.error(f"no operator {', '.join(unknown)}: must be of {allowed}")
     device = given.device or ("cuda" if given.backend == "cuda" else "cpu")
     for backend in {device, given.backend} - {None}:
         if reason := _lib.backend_why_not(backend):
-            parser.error(reason)
+            print(f"{parser.prog}: {reason}", file=sys.stderr)
+            return 1
     if given.command == "check":
         return 0 if _check.run(names, device, given.backend) else 1
     _bench.run(names, device, given.backend)

@@ -40,17 +40,21 @@ def optional_tensor(function: str, name: str, value: Array | None) -> Tensor | N
     return None if value is None else tensor(function, name, value)
 
 
-_LARGEST = 2**31 - 1  # the library has rows, keys and slots as int32
+_LARGEST = 2**31 - 1  # the library has rows and keys as int32
 
 
-def check_size(function: str, name: str, value: int, least: int) -> None:
+def check_size(function: str, name: str, value: int, least: int, most: int = _LARGEST) -> None:
     """Before outputs of that size are allocated."""
-    if isinstance(value, float):
-        raise TypeError(f"{function}: {name} {value}: must be an integer")
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{function}: {name} {value!r}: must be an integer")
     if value < least:
         raise ValueError(f"{function}: {name} {value}: must be at least {least}")
-    if value > _LARGEST:
-        raise ValueError(f"{function}: {name} {value}: must be at most {_LARGEST}")
+    if value > most:
+        raise ValueError(f"{function}: {name} {value}: must be at most {most}")
+
+
+def check_topk(function: str, topk: int) -> None:
+    check_size(function, "topk", topk, 1, 2**30)
 
 
 def check_dtype(function: str, name: str, value: Tensor, other: str, like: Tensor) -> None:

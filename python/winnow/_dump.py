@@ -131,6 +131,10 @@ class dump(TorchDispatchMode):
         if call < 0:
             raise ValueError(f"dump: call {call}: must be at least 0")
         self.path, self.operator, self.call = Path(path), operator, call
+        if not self.path.parent.is_dir():  # otherwise the first operator would fail, amid a step
+            raise FileNotFoundError(
+                f"dump: path {self.path}: there is no folder {self.path.parent}"
+            )
         self.files: list[Path] = []
         self._seen: dict[str, int] = {}
 

@@ -34,10 +34,19 @@ def check_keys(
         )
 
 
+def check_selection(function: str, selection: Selection) -> None:
+    if not isinstance(selection, Selection):
+        raise TypeError(
+            f"{function}: selection is a {type(selection).__name__}: must be a Selection, as"
+            " index_topk returns it"
+        )
+
+
 def check_selected_keys(
     function: str, selection: Selection, kv_rows: int, key_offset: int = 0, exact: bool = False
 ) -> None:
     """Refuses a kv without the keys that were selected from, such as that of one rank."""
+    check_selection(function, selection)
     if selection.keys is None:
         return
     must_have = key_offset + selection.keys

@@ -26,6 +26,7 @@ from winnow._arguments import (
     check_dtype,
     check_not_batched,
     check_size,
+    check_topk,
     one_of,
     optional_tensor,
     tensor,
@@ -121,7 +122,7 @@ def index_topk(
             "index_topk: weights require gradients: with q of float8_e4m3fn there are none"
         )
     if topk is not None:
-        check_size("index_topk", "topk", topk, 1)
+        check_topk("index_topk", topk)
     windows = packing.windows(ratio)
     check_keys("index_topk", "k", packing, ratio, k, keys)
     inputs = (q, k, weights, k_scale, *windows)
@@ -530,7 +531,7 @@ def window_indices(
                 )
             pools = packing.batch_tokens // ratio
         topk = window + (pools if pool_ids is None else pool_ids.shape[-1])
-    check_size("window_indices", "topk", topk, 1)
+    check_topk("window_indices", topk)
     indices, lengths = _ops.window_indices(
         packing.cu_seqlens,
         packing.cu_seqlens_padded,

@@ -55,8 +55,8 @@ def register() -> None:
         field = TransformerConfig.__dataclass_fields__["dsa_kernel_backend"]
     except (ImportError, AttributeError, KeyError) as error:
         raise RuntimeError(
-            "winnow.megatron.register: megatron-core has no table of DSA kernel backends, as 0.19.2"
-            f" has: {error}"
+            "winnow.megatron.register: needs a megatron-core with a table of DSA kernel backends,"
+            f" as 0.19.2 has: {error}"
         ) from error
     modules["winnow"] = __name__
     if "winnow" not in names:

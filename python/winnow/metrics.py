@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from winnow._arguments import Array, check_size, tensor
-from winnow._key_arguments import check_rows, values_of
+from winnow._key_arguments import check_rows, check_selection, values_of
 from winnow.functional import Selection, index_target, sparse_attention
 from winnow.keys import Keys
 from winnow.packing import Packing
@@ -84,6 +84,7 @@ def on_rows(
         packing, ratio: as given to index_topk.
         rows: [n] integers, which rows of q to measure.
     """
+    check_selection("on_rows", selection)
     q, kv = tensor("on_rows", "q", q).detach(), values_of("on_rows", "kv", kv).detach()
     check_rows("on_rows", packing, q)
     check_size("on_rows", "key_offset", key_offset, 0)

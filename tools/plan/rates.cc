@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <stdexcept>
@@ -113,7 +114,7 @@ DeviceRates parse_rates(std::string_view text, std::string_view file) {
   try {
     json = Json::parse(text);
   } catch (const Json::parse_error& error) {
-    throw std::invalid_argument(fmt::format("{}: is not JSON: {}", file, error.what()));
+    throw std::invalid_argument(fmt::format("{}: is not JSON: wrong at byte {}", file, error.byte));
   }
   const Value all{json, std::string(file)};
   DeviceRates rates{.name = all["name"].text(),
@@ -156,8 +157,13 @@ std::string rates_text(const DeviceRates& rates) {
 
 DeviceRates read_rates(const std::string& file) {
   std::ifstream stream(file);
-  if (!stream) throw std::runtime_error(fmt::format("cannot read '{}'", file));
-  return parse_rates(std::string(std::istreambuf_iterator(stream), {}), file);
+  if (!stream || std::filesystem::is_directory(file))
+    throw std::runtime_error(fmt::format("cannot read '{}'", file));
+  try {
+    return parse_rates(std::string(std::istreambuf_iterator(stream), {}), file);
+  } catch (const std::invalid_argument& error) {  // no word of the command line
+    throw std::runtime_error(error.what());
+  }
 }
 
 const DeviceRates& find_gpu(std::string_view name) {
