@@ -27,7 +27,7 @@ struct IndexTopkForward {
   Tensor k_scale{};  // [keys]                            f32, with f8_e4m3 only
   Tensor begin{};    // [tokens]                          i32
   Tensor end{};      // [tokens]                          i32
-  Tensor indices{};  // [tokens, topk]                    i32, out; in, if replay
+  Tensor indices{};  // [tokens, topk]                    i32, out; in, if replay; topk up to 2^30
   Tensor lengths{};  // [tokens]                          i32, optional, out; in, if replay
   Tensor scores{};   // [tokens, topk]                    as weights, out, optional unless replay
   SlotOrder order = SlotOrder::ascending;

@@ -352,8 +352,10 @@ def summary_table(races_of: dict[str, dict]) -> str:
     ratios = {race["race"]: race["ratio"] for file in races_of.values() for race in file["results"]}
 
     def ratio(race: str, data: tuple[str, ...]) -> str:
-        (name,) = {f"{race}, {each}" for each in data} & ratios.keys()
-        return f"{ratios[name]:.2f}"
+        for each in data:
+            if f"{race}, {each}" in ratios:
+                return f"{ratios[f'{race}, {each}']:.2f}"
+        raise SystemExit(f"not raced: {race}, {' or '.join(data)}")
 
     text = head(["work", "keys", "against", *SUMMARY_DATA])
     for work, against, race, keys in SUMMARY:

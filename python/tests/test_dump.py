@@ -120,8 +120,10 @@ def test_bad_words_are_refused_by_name(tmp_path):
     file = tmp_path / "x"
     with pytest.raises(ValueError, match="operator 'attention': must be one of key_windows"):
         winnow.dump(file, "attention")
-    with pytest.raises(FileNotFoundError, match="path /none/x: there is no folder /none"):
+    with pytest.raises(FileNotFoundError, match="path '/none/x': must be a file in a folder"):
         winnow.dump("/none/x")
+    with pytest.raises(FileNotFoundError, match="path '': must be a file in a folder"):
+        winnow.dump("")
     with pytest.raises(ValueError, match="call -1: must be at least 0"):
         winnow.dump(file, call=-1)
     with pytest.raises(ValueError, match="operator 'attention': must be one of"):

@@ -256,7 +256,7 @@ print(begin, end)
 
 def test_without_torch_names_say_what_is_missing():
     done = python("import sys; sys.modules['torch'] = None; from winnow import index_topk")
-    told = "ImportError: winnow.index_topk needs PyTorch from 2.6 on: pip install torch\n"
+    told = "winnow.index_topk: winnow needs PyTorch from 2.6 on: pip install torch\n"
     assert done.stderr.endswith(told)
 
 

@@ -46,6 +46,6 @@ if importlib.util.find_spec("torch") is not None:  # without torch only winnow._
 else:
 
     def __getattr__(name: str):
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise ImportError(f"winnow.{name} needs PyTorch from 2.6 on: pip install torch")
+        if name.startswith("_"):  # the import system asks for submodules
+            raise AttributeError(f"module 'winnow' has no attribute {name!r}")
+        raise ImportError(f"winnow.{name}: winnow needs PyTorch from 2.6 on: pip install torch")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks and conversions of arguments that the C++ library does not see; it checks the others."""
 
+from numbers import Integral
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -45,7 +46,7 @@ _LARGEST = 2**31 - 1  # the library has rows and keys as int32
 
 def check_size(function: str, name: str, value: int, least: int, most: int = _LARGEST) -> None:
     """Before outputs of that size are allocated."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, Integral, Tensor)):
         raise TypeError(f"{function}: {name} {value!r}: must be an integer")
     if value < least:
         raise ValueError(f"{function}: {name} {value}: must be at least {least}")

@@ -131,9 +131,9 @@ class dump(TorchDispatchMode):
         if call < 0:
             raise ValueError(f"dump: call {call}: must be at least 0")
         self.path, self.operator, self.call = Path(path), operator, call
-        if not self.path.parent.is_dir():  # otherwise the first operator would fail, amid a step
+        if not self.path.name or not self.path.parent.is_dir():  # a step would fail on it later
             raise FileNotFoundError(
-                f"dump: path {self.path}: there is no folder {self.path.parent}"
+                f"dump: path {str(path)!r}: must be a file in a folder that exists"
             )
         self.files: list[Path] = []
         self._seen: dict[str, int] = {}

@@ -161,7 +161,8 @@ DeviceRates read_rates(const std::string& file) {
     throw std::runtime_error(fmt::format("cannot read '{}'", file));
   try {
     return parse_rates(std::string(std::istreambuf_iterator(stream), {}), file);
-  } catch (const std::invalid_argument& error) {  // no word of the command line
+  } catch (const std::invalid_argument& error) {
+    // That would be a wrong word of the command line.
     throw std::runtime_error(error.what());
   }
 }

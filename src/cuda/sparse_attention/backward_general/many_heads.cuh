@@ -147,8 +147,8 @@ class ManyHeadsGradient {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) clear_accumulators(d_q_[i]);
     wait_for_copies<0>();
-    wait_for_block<kThreadCount>();  // rows of heads and of two tiles and the heads' constants are
-                                     // there
+    // The rows of heads and of two tiles are there, and the heads' constants.
+    wait_for_block<kThreadCount>();
   }
 
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
