@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
 #include "harness/backends.h"
@@ -301,6 +302,9 @@ void bench(const Options& options) {
   OutputFile file(options.json_file);
   OutputFile rates_file(options.rates_file);
   const Results results = measure_all(plans, execution);
+  if (options.backward && results.measured.empty())
+    throw std::invalid_argument(
+        fmt::format("--backward: {} has no backward calls", fmt::join(ops_of(plans), ", ")));
   if (rates_file.is_open())
     rates_file.write(rates_text(
         plan::measured_rates(options.rates_file, execution, results.product, results.measured)));

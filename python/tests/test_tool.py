@@ -93,6 +93,12 @@ def test_a_json_file_that_cannot_be_written_is_an_error(no_matrix_product):
     assert_file_not_written(f"{BENCH} --json /dev/full")
 
 
+def test_an_operator_without_backward_calls_is_named(no_matrix_product):
+    ran = tool(f"{BENCH} --backward")
+    told = "winnow: --backward: key_windows has no backward calls\n"
+    assert (ran.returncode, ran.stderr) == (2, told)
+
+
 @pytest.mark.slow
 def test_a_rates_file_that_cannot_be_written_is_an_error():
     sizes = "--backend cpu --tokens 1 --keys 16 --repeat 3"
