@@ -4,8 +4,8 @@
 
 namespace winnow::cuda {
 
-/// Waits for all kThreads threads of the block, wherever in the code each warp waits. Unlike
-/// __syncthreads it says for how many: without that number all are to come to the same place.
+/// Waits for all kThreads threads of the block, wherever in the code each warp waits; __syncthreads
+/// may not stand in code that only some of them run. All warps wait equally often.
 template <int kThreads>
 __device__ inline void wait_for_block() {
   asm volatile("bar.sync 0, %0;" ::"n"(kThreads) : "memory");
