@@ -21,7 +21,7 @@ TITLES = {
     "Numbers and words.": "Numbers and words",
     "One argument against another.": "One argument against another",
     "Legal, but not here: the sentences of why_not.": "Legal, but not here",
-    "The same of the cuda backend and its kernels.": "Legal, but not on this GPU or kernel",
+    "The same of single kernels and of the cuda backend.": "Legal, but not on this machine",
     "Of communicators: parts that this build or this machine does not have.": "Communicators",
     "What explain says of kernels beside the one that was asked for.": "What explain adds",
     "Running out of memory.": "Running out of memory",

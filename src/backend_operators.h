@@ -92,6 +92,17 @@ std::string why_not(const DenseIndexLossForward& args, const Execution& executio
 std::string why_not(const DenseIndexLossBackward& args, const Execution& execution);
 std::string why_not(const QuantizeFp8& args, const Execution& execution);
 
+// The same in products of pairs of bf16, in the same workspace: a limit does not choose between the
+// two. why_not_pairs says which types and CPUs it takes; one that is not declared here is an
+// operator without it.
+void run_pairs(const IndexTopkForward& args, const Execution& execution);
+void run_pairs(const SparseAttentionForward& args, const Execution& execution);
+void run_pairs(const SparseAttentionBackward& args, const Execution& execution);
+
+std::string why_not_pairs(const IndexTopkForward& args);
+std::string why_not_pairs(const SparseAttentionForward& args);
+std::string why_not_pairs(const SparseAttentionBackward& args);
+
 }  // namespace winnow::cpu
 
 /// For each operator the list of its kernels, best first. It stands in the operator's folder; the

@@ -66,8 +66,9 @@ inline constexpr char device_out_of_reach[] = "cannot reach tensors on {}";
 inline constexpr char over_limit[] =
     "needs a workspace_limit of at least {} bytes for this call, the limit is {}";
 
-// The same of the cuda backend and its kernels. Which of them a machine can give depends on its
-// GPU.
+// The same of single kernels and of the cuda backend. Which of them a machine can give depends on
+// its CPU and GPU.
+inline constexpr char needs_avx512_bf16[] = "needs a CPU with AVX512-BF16 instructions";
 inline constexpr char no_cuda_device[] = "finds no CUDA device";
 inline constexpr char no_driver[] = "finds no NVIDIA driver, or one that is too old for CUDA {}.{}";
 inline constexpr char cannot_start[] = "cannot start: {}";
@@ -105,7 +106,7 @@ inline constexpr char no_workspace[] = "cannot allocate a workspace of {} bytes"
 inline constexpr char no_host_memory[] = "out of host memory";
 
 /// Those that a call can get on every machine, whatever memory it has.
-inline constexpr std::array<const char*, 47> all = {absent,
+inline constexpr std::array<const char*, 48> all = {absent,
                                                     rank,
                                                     rank_of_x,
                                                     dtype,
@@ -151,6 +152,7 @@ inline constexpr std::array<const char*, 47> all = {absent,
                                                     not_built,
                                                     no_such_op,
                                                     device_out_of_reach,
-                                                    over_limit};
+                                                    over_limit,
+                                                    takes_dtypes};
 
 }  // namespace winnow::refusal

@@ -36,8 +36,8 @@ std::size_t workspace_bytes_of(const Args& args, const Execution& execution) {
   return bytes == 0 ? 0 : bytes + kAlignment;
 }
 
-template <class Args>
-void run_op(const Args& args, const Execution& execution) {
+template <auto kRun, class Args>
+void run_aligned(const Args& args, const Execution& execution) {
   const HostWorkspace workspace(execution, workspace_bytes_of(args, execution));
   Execution aligned = planned(workspace.execution());
   const std::size_t skipped = -reinterpret_cast<std::uintptr_t>(aligned.workspace) % kAlignment;
@@ -45,16 +45,32 @@ void run_op(const Args& args, const Execution& execution) {
     aligned.workspace = static_cast<std::byte*>(aligned.workspace) + skipped;
     aligned.workspace_bytes -= std::min(aligned.workspace_bytes, skipped);
   }
-  cpu::run(args, aligned);
+  kRun(args, aligned);
 }
 
-struct Simd {
+template <class Args>
+std::string why_not_with_pairs(const Args& args, const Execution& execution) {
+  const std::string reason = cpu::why_not_pairs(args);
+  return reason.empty() ? cpu::why_not(args, execution) : reason;
+}
+
+struct CpuKernels {
   template <class Args>
   static Kernels<Args> kernels() {
     if constexpr (requires(const Args& args) { cpu::run(args, Execution{}); }) {
-      static constexpr Kernel<Args> kSimd[] = {
-          {"simd", why_not_op<Args>, workspace_bytes_of<Args>, run_op<Args>}};
-      return kSimd;
+      using Run = void (*)(const Args&, const Execution&);
+      static constexpr Kernel<Args> kSimd = {"simd", why_not_op<Args>, workspace_bytes_of<Args>,
+                                             run_aligned<static_cast<Run>(cpu::run), Args>};
+      if constexpr (requires(const Args& args) { cpu::run_pairs(args, Execution{}); }) {
+        static constexpr Kernel<Args> kBoth[] = {
+            {"avx512_bf16", why_not_with_pairs<Args>, workspace_bytes_of<Args>,
+             run_aligned<static_cast<Run>(cpu::run_pairs), Args>},
+            kSimd};
+        return kBoth;
+      } else {
+        static constexpr Kernel<Args> kOne[] = {kSimd};
+        return kOne;
+      }
     } else {
       return {};
     }
@@ -74,6 +90,6 @@ const BackendTable cpu_backend = {
     .why_not = [] { return std::string(); },
     .why_not_device = [](Device) { return std::string(); },
     .describe = [] { return fmt::format("{} on {} threads", chosen_target(), thread_count({})); },
-    .kernels = kernel_table<Simd>()};
+    .kernels = kernel_table<CpuKernels>()};
 
 }  // namespace winnow

@@ -61,18 +61,19 @@ inline void widen_key(const Tensor& k, const Tensor& k_scale, std::int64_t s, fl
   for (std::int64_t d = 0; d < k.shape[1]; ++d) to[d] *= scale;
 }
 
-/// Transposes kPanelColumns rows of `from` to the panel `to` [dim, kPanelColumns]. dim is a
+/// Transposes kPanelColumns rows of `from` to the panel `to` [depth, kPanelColumns]. depth is a
 /// multiple of 4.
-inline void transpose_to_panel(const float* HWY_RESTRICT from, std::int64_t stride,
-                               std::int64_t dim, float* HWY_RESTRICT to) {
+template <class Element>
+void transpose_to_panel(const Element* HWY_RESTRICT from, std::int64_t stride, std::int64_t depth,
+                        Element* HWY_RESTRICT to) {
 #if HWY_TARGET == HWY_SCALAR
-  for (std::int64_t d = 0; d < dim; ++d) {
+  for (std::int64_t d = 0; d < depth; ++d) {
     for (std::int64_t i = 0; i < kPanelColumns; ++i)
       to[d * kPanelColumns + i] = from[i * stride + d];
   }
 #else
   for (std::int64_t i = 0; i < kPanelColumns; i += 4)
-    transpose_four(from + i * stride, stride, dim, to + i, kPanelColumns);
+    transpose_four(from + i * stride, stride, depth, to + i, kPanelColumns);
 #endif
 }
 
@@ -100,20 +101,20 @@ struct AddScores {
 /// stays in L1.
 inline constexpr std::int64_t kMaxUnblockedDepth = 256;
 
-/// Scores one query row, q [heads, dim] with row stride q_stride, against a panel of keys.
-/// `products` is scratch of kColumnPadding floats per head, used if dim > kMaxUnblockedDepth.
-inline void score_panel(const float* q, std::int64_t q_stride, const float* weights,
-                        std::int64_t heads, std::int64_t dim, const float* panel, float* products,
-                        float* scores) {
+/// Scores one query row, q [heads, depth] with row stride q_stride, against a panel of keys.
+/// `products` is scratch of kColumnPadding floats per head, used if depth > kMaxUnblockedDepth.
+template <class Element>
+void score_panel(const Element* q, std::int64_t q_stride, const float* weights, std::int64_t heads,
+                 std::int64_t depth, const Element* panel, float* products, float* scores) {
   const FloatTag d;
   for (std::int64_t i = 0; i < kPanelColumns; i += kLanes) hn::StoreU(hn::Zero(d), d, scores + i);
-  const KMajor queries{q, q_stride};
+  const KMajor<Element> queries{q, q_stride};
   const AddScores add{weights, scores};
-  if (dim <= kMaxUnblockedDepth) {
-    multiply(queries, heads, panel, kPanelColumns, kPanelColumns, dim, add);
+  if (depth <= kMaxUnblockedDepth) {
+    multiply(queries, heads, panel, kPanelColumns, kPanelColumns, depth, add);
     return;
   }
-  multiply_blocked(queries, heads, panel, kPanelColumns, kPanelColumns, dim, products,
+  multiply_blocked(queries, heads, panel, kPanelColumns, kPanelColumns, depth, products,
                    kPanelColumns);
   for (std::int64_t h = 0; h < heads; ++h) {
     const AddScores add_head = add.at(h, 0);

@@ -1,14 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // The indexer forward: scores with exact top-k selection, and replay of given indices.
 //
-// Selection: a task converts a few query rows to fp32 and goes through the keys of their windows
-// panel by panel. Each panel stays in L1 while it is scored against all rows of the task, and the
+// Selection: a task packs a few query rows and goes through the keys of their windows panel by
+// panel. Each panel stays in L1 while it is scored against all rows of the task, and the
 // Selection of every row keeps the candidates. If there are fewer such tasks than threads, the keys
 // are split into parts, and the selections of the parts are merged. Replay: a task is one row,
 // whose keys are gathered.
+//
+// Kernel `simd` multiplies fp32 numbers. Kernel `avx512_bf16` multiplies pairs of bf16, but numbers
+// where denormals, which count as 0 in products of pairs, could occur. Which of the two depends on
+// the query row and the key alone, as their score does.
 #include <algorithm>
+#include <array>
 #include <bit>
+#include <functional>
 #include <limits>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -16,6 +23,8 @@
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "core/view.h"
+#include "cpu/bf16_pairs.h"
+#include "cpu/elements.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
 
@@ -39,30 +48,31 @@ using RankedSlot = std::uint64_t;
 
 /// Sizes of a call, independent of the SIMD target.
 struct IndexForwardPlan {
+  bool with_pairs;  // whether products are of pairs
   std::int64_t tokens, heads, dim, topk;
-  std::int64_t q_stride;
   SelectionPlan selection;
   std::size_t fixed_bytes;  // scratch per task
   std::size_t row_bytes;    // scratch per row of a task, in addition
   std::int64_t rows;        // in a task
   std::int64_t parts = 1;   // into which the keys of the rows of a task are split
 
-  IndexForwardPlan(const IndexTopkForward& args, const Execution& execution)
-      : tokens(args.q.shape[0]),
+  IndexForwardPlan(const IndexTopkForward& args, bool with_pairs, const Execution& execution)
+      : with_pairs(with_pairs),
+        tokens(args.q.shape[0]),
         heads(args.q.shape[1]),
         dim(args.q.shape[2]),
         topk(args.indices.shape[1]),
-        q_stride(padded_stride(dim)),
         selection(args.k.shape[0], topk),
-        fixed_bytes(Scratch::bytes<float>(kColumnPadding * q_stride) +
-                    Scratch::bytes<float>(kColumnPadding * dim) +
+        fixed_bytes(panel_bytes<float>() + (may_have_pairs(args) ? panel_bytes<Bf16Pair>() : 0) +
                     Scratch::bytes<float>(kColumnPadding * heads) +
-                    Scratch::bytes<float>(kColumnPadding)),
-        row_bytes(Scratch::bytes<float>(heads * q_stride) + Scratch::bytes<float>(heads)),
+                    2 * Scratch::bytes<float>(kColumnPadding)),
+        row_bytes(q_bytes<float>() + (may_have_pairs(args) ? q_bytes<Bf16Pair>() : 0) +
+                  Scratch::bytes<float>(heads)),
         rows(1) {
     if (args.replay) return;
     // The queries, which are read again for every panel, get half of an L2 of 512 KiB.
-    const std::int64_t cached = (std::int64_t{1} << 18) / static_cast<std::int64_t>(row_bytes);
+    const auto q_size = static_cast<std::int64_t>(q_bytes<float>());
+    const std::int64_t cached = (std::int64_t{1} << 18) / q_size;
     row_bytes += selection.bytes();
     if (args.order == SlotOrder::by_score)
       fixed_bytes += Scratch::bytes<RankedSlot>(selection.topk);
@@ -72,6 +82,23 @@ struct IndexForwardPlan {
         std::max<std::int64_t>(thread_count(execution) / std::max<std::int64_t>(groups(), 1), 1);
     const auto threads = static_cast<std::size_t>(thread_count(execution));
     if (parts_bytes() + threads * scratch_bytes() > execution.workspace_limit) parts = 1;
+  }
+  /// Whether there is a kernel for such inputs that needs memory for pairs.
+  static bool may_have_pairs(const IndexTopkForward& args) { return args.q.dtype == DType::bf16; }
+  /// Distance between rows of channels, in elements.
+  template <class Element>
+  std::int64_t stride() const {
+    return padded_stride(elements_of<Element>(dim));
+  }
+  /// Bytes of a query row, and of the keys of a panel, as elements.
+  template <class Element>
+  std::size_t q_bytes() const {
+    return Scratch::bytes<Element>(heads * stride<Element>());
+  }
+  template <class Element>
+  std::size_t panel_bytes() const {
+    return Scratch::bytes<Element>(kColumnPadding * stride<Element>()) +
+           Scratch::bytes<Element>(kColumnPadding * elements_of<Element>(dim));
   }
   /// Number of groups of query rows; a task is one group and one part of its keys.
   std::int64_t groups() const { return ceil_div(tokens, rows); }
@@ -95,54 +122,142 @@ struct IndexForwardPlan {
 HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 
-/// One query row of a task in fp32.
-struct IndexQuery {
-  std::span<float> q;        // [heads, q_stride]
-  std::span<float> weights;  // [heads]
-
-  IndexQuery(const IndexForwardPlan& plan, Scratch& scratch)
-      : q(scratch.take<float>(plan.heads * plan.q_stride)),
-        weights(scratch.take<float>(plan.heads)) {}
-
-  void load(const IndexTopkForward& args, const IndexForwardPlan& plan, std::int64_t t) {
-    for (std::int64_t h = 0; h < plan.heads; ++h) {
-      widen_index_row(args.q.dtype, row_of(args.q, t, h), q.data() + h * plan.q_stride, plan.dim);
-    }
-    widen_row(DType::f32, row_of(args.weights, t), weights.data(), plan.heads);
+/// One query row of a task. Of elements that are not needed there is memory alone.
+class IndexQuery {
+ public:
+  IndexQuery(const IndexTopkForward& args, const IndexForwardPlan& plan, std::int64_t t,
+             Scratch& scratch)
+      : args_(&args),
+        t_(t),
+        numbers_(scratch.take<float>(plan.heads * plan.stride<float>())),
+        weights_(scratch.take<float>(plan.heads)) {
+    widen_row(DType::f32, row_of(args.weights, t), weights_.data(), plan.heads);
+    if (!plan.with_pairs) return;
+    const std::int64_t stride = plan.stride<Bf16Pair>();
+    pairs_ = scratch.take<Bf16Pair>(plan.heads * stride);
+    for (std::int64_t h = 0; h < plan.heads; ++h)
+      load_padded(args.q.dtype, row_of(args.q, t, h), pairs_.data() + h * stride, plan.dim);
+    suits_pairs_ =
+        keep_products_normal(pairs_.data(), stride, plan.heads, elements_of<Bf16Pair>(plan.dim));
   }
+  bool suits_pairs() const { return suits_pairs_; }
+  const float* weights() const { return weights_.data(); }
+  const Bf16Pair* pairs() const { return pairs_.data(); }
+  const float* numbers(const IndexForwardPlan& plan) {
+    const std::int64_t stride = plan.stride<float>();
+    for (std::int64_t h = 0; !has_numbers_ && h < plan.heads; ++h) {
+      widen_index_row(args_->q.dtype, row_of(args_->q, t_, h), numbers_.data() + h * stride,
+                      plan.dim);
+    }
+    has_numbers_ = true;
+    return numbers_.data();
+  }
+
+ private:
+  const IndexTopkForward* args_;
+  std::int64_t t_;
+  std::span<float> numbers_;   // [heads, stride]
+  std::span<float> weights_;   // [heads]
+  std::span<Bf16Pair> pairs_;  // [heads, stride]
+  bool suits_pairs_ = false;
+  bool has_numbers_ = false;
 };
 
-/// The keys that are scored together, as rows and transposed.
-struct KeyPanel {
-  std::span<float> rows;      // [kColumnPadding, q_stride]
-  std::span<float> panel;     // [dim, kPanelColumns]
-  std::span<float> products;  // [heads, kPanelColumns]
-  std::span<float> scores;    // [kPanelColumns]
+/// Keys as rows, and transposed to a panel.
+template <class Element>
+struct PanelOf {
+  PanelOf(const IndexForwardPlan& plan, Scratch& scratch)
+      : stride(plan.stride<Element>()),
+        depth(elements_of<Element>(plan.dim)),
+        rows(scratch.take<Element>(kColumnPadding * stride)),
+        panel(scratch.take<Element>(kColumnPadding * depth)) {}
 
-  KeyPanel(const IndexForwardPlan& plan, Scratch& scratch)
-      : rows(scratch.take<float>(kColumnPadding * plan.q_stride)),
-        panel(scratch.take<float>(kColumnPadding * plan.dim)),
-        products(scratch.take<float>(kColumnPadding * plan.heads)),
-        scores(scratch.take<float>(kColumnPadding)) {}
+  Element* row(std::int64_t i) const { return rows.data() + i * stride; }
+  void transpose() const { transpose_to_panel(rows.data(), stride, depth, panel.data()); }
+
+  std::int64_t stride, depth;
+  std::span<Element> rows;   // [kColumnPadding, stride]
+  std::span<Element> panel;  // [depth, kPanelColumns]
+};
+
+/// The keys that are scored together.
+class KeyPanel {
+ public:
+  KeyPanel(const IndexTopkForward& args, const IndexForwardPlan& plan, Scratch& scratch)
+      : args_(args),
+        plan_(plan),
+        numbers_(plan, scratch),
+        products_(scratch.take<float>(kColumnPadding * plan.heads)),
+        scores_(scratch.take<float>(kColumnPadding)),
+        scores_of_numbers_(scratch.take<float>(kColumnPadding)) {
+    if (plan.with_pairs) pairs_.emplace(plan, scratch);
+  }
 
   /// Loads the keys key_of(i) for i in [0, kPanelColumns); a negative key gives a column of zeros.
   template <class KeyOf>
-  void load(const IndexTopkForward& args, const IndexForwardPlan& plan, const KeyOf& key_of) {
-    for (std::int64_t i = 0; i < kPanelColumns; ++i) {
-      float* const row = rows.data() + i * plan.q_stride;
-      const std::int64_t s = key_of(i);
-      if (s < 0) {
-        std::fill_n(row, plan.dim, 0.0f);
-      } else {
-        widen_key(args.k, args.k_scale, s, row);
+  void load(const KeyOf& key_of) {
+    for (std::int64_t i = 0; i < kPanelColumns; ++i) keys_[i] = key_of(i);
+    has_numbers_ = false;
+    if (plan_.with_pairs) load_pairs();
+  }
+  void score(IndexQuery& query) {
+    if constexpr (kMultipliesPairs) {
+      if (query.suits_pairs()) {
+        score_panel(query.pairs(), pairs_->stride, query.weights(), plan_.heads, pairs_->depth,
+                    pairs_->panel.data(), products_.data(), scores_.data());
+        if (all_suit_pairs_) return;
+        score_numbers(query, scores_of_numbers_.data());
+        for (std::int64_t i = 0; i < kPanelColumns; ++i) {
+          if (!suits_pairs_[i]) scores_[i] = scores_of_numbers_[i];
+        }
+        return;
       }
     }
-    transpose_to_panel(rows.data(), plan.q_stride, plan.dim, panel.data());
+    score_numbers(query, scores_.data());
   }
-  void score(const IndexForwardPlan& plan, const IndexQuery& query) {
-    score_panel(query.q.data(), plan.q_stride, query.weights.data(), plan.heads, plan.dim,
-                panel.data(), products.data(), scores.data());
+  const float* scores() const { return scores_.data(); }
+
+ private:
+  void load_pairs() {
+    for (std::int64_t i = 0; i < kPanelColumns; ++i) {
+      Bf16Pair* const row = pairs_->row(i);
+      if (keys_[i] < 0) {
+        std::fill_n(row, padded_columns(pairs_->depth), Bf16Pair{});
+      } else {
+        load_padded(args_.k.dtype, row_of(args_.k, keys_[i]), row, plan_.dim);
+      }
+      suits_pairs_[i] = keeps_products_normal(row, pairs_->depth);
+    }
+    pairs_->transpose();
+    all_suit_pairs_ = std::all_of(suits_pairs_.begin(), suits_pairs_.end(), std::identity());
   }
+  void score_numbers(IndexQuery& query, float* scores) {
+    if (!has_numbers_) {
+      for (std::int64_t i = 0; i < kPanelColumns; ++i) {
+        if (keys_[i] < 0) {
+          std::fill_n(numbers_.row(i), plan_.dim, 0.0f);
+        } else {
+          widen_key(args_.k, args_.k_scale, keys_[i], numbers_.row(i));
+        }
+      }
+      numbers_.transpose();
+      has_numbers_ = true;
+    }
+    score_panel(query.numbers(plan_), numbers_.stride, query.weights(), plan_.heads, numbers_.depth,
+                numbers_.panel.data(), products_.data(), scores);
+  }
+
+  const IndexTopkForward& args_;
+  const IndexForwardPlan& plan_;
+  std::array<std::int64_t, kPanelColumns> keys_;
+  std::array<bool, kPanelColumns> suits_pairs_;
+  bool all_suit_pairs_ = false;
+  bool has_numbers_ = false;
+  PanelOf<float> numbers_;
+  std::optional<PanelOf<Bf16Pair>> pairs_;
+  std::span<float> products_;           // [heads, kPanelColumns]
+  std::span<float> scores_;             // [kPanelColumns]
+  std::span<float> scores_of_numbers_;  // [kPanelColumns]
 };
 
 std::span<RankedSlot> ranked_slots(const IndexTopkForward& args, const IndexForwardPlan& plan,
@@ -187,8 +302,7 @@ struct SelectedRow {
 
 SelectedRow load_row(const IndexTopkForward& args, const IndexForwardPlan& plan, std::int64_t t,
                      std::int64_t part, const Execution& execution, Scratch& scratch) {
-  IndexQuery query(plan, scratch);
-  query.load(args, plan, t);
+  const IndexQuery query(args, plan, t, scratch);
   const std::int64_t begin = View<const std::int32_t, 1>(args.begin)(t);
   const std::int64_t end = View<const std::int32_t, 1>(args.end)(t);
   if (plan.parts == 1) return {query, Selection(plan.selection, scratch), begin, end, nullptr};
@@ -204,7 +318,7 @@ void select_rows(const IndexTopkForward& args, const IndexForwardPlan& plan,
   const std::int64_t last = std::min(first + plan.rows, plan.tokens);
   const std::int64_t part = i % plan.parts;
   const std::span<RankedSlot> ranked = ranked_slots(args, plan, scratch);
-  KeyPanel keys(plan, scratch);
+  KeyPanel keys(args, plan, scratch);
   std::vector<SelectedRow> selected;
   std::int64_t first_key = args.k.shape[0];
   std::int64_t last_key = 0;
@@ -229,11 +343,11 @@ void select_rows(const IndexTopkForward& args, const IndexForwardPlan& plan,
       const std::int64_t to = std::min(row.end, panel_end);
       if (from >= to) continue;
       if (!is_loaded) {
-        keys.load(args, plan, [&](std::int64_t j) { return s + j < panel_end ? s + j : -1; });
+        keys.load([&](std::int64_t j) { return s + j < panel_end ? s + j : -1; });
         is_loaded = true;
       }
-      keys.score(plan, row.query);
-      row.selection.add(keys.scores.data(), s, from - s, to - s);
+      keys.score(row.query);
+      row.selection.add(keys.scores(), s, from - s, to - s);
     }
   }
   for (std::int64_t t = first; t < last; ++t) {
@@ -269,18 +383,17 @@ void replay_row(const IndexTopkForward& args, const IndexForwardPlan& plan, cons
   const auto* const indices = static_cast<const std::int32_t*>(row_of(args.indices, t));
   auto* const scores = static_cast<float*>(row_of(args.scores, t));
   const std::int64_t length = lengths ? lengths(t) : plan.topk;
-  IndexQuery query(plan, scratch);
-  KeyPanel keys(plan, scratch);
-  query.load(args, plan, t);
+  IndexQuery query(args, plan, t, scratch);
+  KeyPanel keys(args, plan, scratch);
   for (std::int64_t j = 0; j < length; j += kPanelColumns) {
     const auto key_of = [&](std::int64_t i) -> std::int64_t {
       const std::int64_t s = j + i < length ? indices[j + i] : -1;
       return s >= begin(t) && s < end(t) ? s : -1;
     };
-    keys.load(args, plan, key_of);
-    keys.score(plan, query);
+    keys.load(key_of);
+    keys.score(query);
     for (std::int64_t i = 0; i < std::min(kPanelColumns, length - j); ++i)
-      scores[j + i] = key_of(i) < 0 ? kMinusInfinity : keys.scores[i];
+      scores[j + i] = key_of(i) < 0 ? kMinusInfinity : keys.scores()[i];
   }
   std::fill(scores + length, scores + plan.topk, kMinusInfinity);
 }
@@ -295,19 +408,10 @@ HWY_EXPORT(select_rows);
 HWY_EXPORT(merge_parts);
 HWY_EXPORT(replay_row);
 
-std::string why_not(const IndexTopkForward& args, const Execution& execution) {
-  if (args.q.dtype == DType::f64) return refusal::no_f64;
-  const IndexForwardPlan plan(args, execution);
-  return over_limit(plan.fixed_bytes + plan.row_bytes, execution);
-}
+namespace {
 
-std::size_t workspace_bytes(const IndexTopkForward& args, const Execution& execution) {
-  const IndexForwardPlan plan(args, execution);
-  return plan.parts_bytes() + all_lanes_bytes(execution, plan.scratch_bytes());
-}
-
-void run(const IndexTopkForward& args, const Execution& execution) {
-  const IndexForwardPlan plan(args, execution);
+void run_plan(const IndexTopkForward& args, bool with_pairs, const Execution& execution) {
+  const IndexForwardPlan plan(args, with_pairs, execution);
   Execution lanes = execution;
   lanes.workspace = static_cast<std::byte*>(execution.workspace) + plan.parts_bytes();
   lanes.workspace_bytes -= plan.parts_bytes();
@@ -318,6 +422,25 @@ void run(const IndexTopkForward& args, const Execution& execution) {
   if (args.replay) return run_tasks(HWY_DYNAMIC_DISPATCH(replay_row), plan.tokens);
   run_tasks(HWY_DYNAMIC_DISPATCH(select_rows), plan.groups() * plan.parts);
   if (plan.parts > 1) run_tasks(HWY_DYNAMIC_DISPATCH(merge_parts), plan.tokens);
+}
+
+}  // namespace
+
+std::string why_not(const IndexTopkForward& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  const IndexForwardPlan plan(args, false, execution);
+  return over_limit(plan.fixed_bytes + plan.row_bytes, execution);
+}
+std::string why_not_pairs(const IndexTopkForward& args) { return why_not_pairs_of(args.q.dtype); }
+std::size_t workspace_bytes(const IndexTopkForward& args, const Execution& execution) {
+  const IndexForwardPlan plan(args, false, execution);
+  return plan.parts_bytes() + all_lanes_bytes(execution, plan.scratch_bytes());
+}
+void run(const IndexTopkForward& args, const Execution& execution) {
+  run_plan(args, false, execution);
+}
+void run_pairs(const IndexTopkForward& args, const Execution& execution) {
+  run_plan(args, true, execution);
 }
 
 }  // namespace winnow::cpu

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packs rows of tensors into the fp32 matrices that matmul-inl.h multiplies: gathered by key, in
-// order, or transposed. Columns are padded with zeros to kColumnPadding. Included once per SIMD
-// target.
+// Packs rows of tensors into the matrices that matmul-inl.h multiplies, of fp32 numbers or, from
+// bf16, of pairs: gathered by key, in order, transposed, or two rows interleaved. Columns are
+// padded with zeros to kColumnPadding. Included once per SIMD target.
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
+#include "cpu/elements-inl.h"
 #include "cpu/simd.h"
 #include "cpu/widen-inl.h"
 #include "winnow/tensor.h"
@@ -23,15 +25,28 @@ HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// Converts one row to fp32 and pads it with zeros.
-inline void widen_padded(DType dtype, const void* from, float* to, std::int64_t columns) {
+/// Makes elements of one row of numbers: converts it to fp32, or copies pairs of bf16. The number
+/// of columns is a multiple of 2.
+inline void load_row(DType dtype, const void* from, float* to, std::int64_t columns) {
   widen_row(dtype, from, to, columns);
-  std::fill(to + columns, to + padded_columns(columns), 0.0f);
+}
+inline void load_row(DType, const void* from, Bf16Pair* to, std::int64_t columns) {
+  std::memcpy(to, from,
+              static_cast<std::size_t>(elements_of<Bf16Pair>(columns)) * sizeof(Bf16Pair));
+}
+
+/// The same, padded with zeros.
+template <class Element>
+void load_padded(DType dtype, const void* from, Element* to, std::int64_t columns) {
+  const std::int64_t elements = elements_of<Element>(columns);
+  load_row(dtype, from, to, columns);
+  std::fill(to + elements, to + padded_columns(elements), Element{});
 }
 
 /// to[j] = row keys[j] of `tensor` [keys, columns]
-inline void gather_rows(const Tensor& tensor, const std::int32_t* keys, std::int64_t count,
-                        float* to, std::int64_t stride) {
+template <class Element>
+void gather_rows(const Tensor& tensor, const std::int32_t* keys, std::int64_t count, Element* to,
+                 std::int64_t stride) {
   // Prefetch far enough ahead to hide the latency of memory, but not so far as to evict L1.
   constexpr std::int64_t kRowsAhead = 3;
   constexpr std::int64_t kCacheLine = 64;
@@ -45,7 +60,7 @@ inline void gather_rows(const Tensor& tensor, const std::int32_t* keys, std::int
   for (std::int64_t j = 0; j < kRowsAhead; ++j) prefetch(j);
   for (std::int64_t j = 0; j < count; ++j) {
     prefetch(j + kRowsAhead);
-    widen_padded(tensor.dtype, row_of(tensor, keys[j]), to + j * stride, columns);
+    load_padded(tensor.dtype, row_of(tensor, keys[j]), to + j * stride, columns);
   }
 }
 
@@ -53,30 +68,32 @@ inline void gather_rows(const Tensor& tensor, const std::int32_t* keys, std::int
 inline void widen_rows(const Tensor& tensor, std::int64_t begin, std::int64_t count, float* to,
                        std::int64_t stride) {
   for (std::int64_t i = 0; i < count; ++i) {
-    widen_padded(tensor.dtype, row_of(tensor, begin + i), to + i * stride, tensor.shape[1]);
+    load_padded(tensor.dtype, row_of(tensor, begin + i), to + i * stride, tensor.shape[1]);
   }
 }
 
 /// to[column * stride + i] = rows[i * row_stride + column] for i in [0, 4)
-inline void transpose_four(const float* rows, std::int64_t row_stride, std::int64_t columns,
-                           float* to, std::int64_t stride) {
+template <class Element>
+void transpose_four(const Element* rows, std::int64_t row_stride, std::int64_t columns, Element* to,
+                    std::int64_t stride) {
 #if HWY_TARGET == HWY_SCALAR
   for (std::int64_t column = 0; column < columns; ++column) {
     for (std::int64_t i = 0; i < 4; ++i) to[column * stride + i] = rows[i * row_stride + column];
   }
 #else
-  const hn::FixedTag<float, 4> d;
+  const hn::FixedTag<std::uint32_t, 4> d;
   const hn::RepartitionToWide<decltype(d)> pairs;
+  const auto* const from = reinterpret_cast<const std::uint32_t*>(rows);
   for (std::int64_t column = 0; column < columns; column += 4) {
-    const auto a = hn::LoadU(d, rows + column);
-    const auto b = hn::LoadU(d, rows + row_stride + column);
-    const auto c = hn::LoadU(d, rows + 2 * row_stride + column);
-    const auto e = hn::LoadU(d, rows + 3 * row_stride + column);
+    const auto a = hn::LoadU(d, from + column);
+    const auto b = hn::LoadU(d, from + row_stride + column);
+    const auto c = hn::LoadU(d, from + 2 * row_stride + column);
+    const auto e = hn::LoadU(d, from + 3 * row_stride + column);
     const auto ab_low = hn::BitCast(pairs, hn::InterleaveLower(d, a, b));
     const auto ab_high = hn::BitCast(pairs, hn::InterleaveUpper(d, a, b));
     const auto ce_low = hn::BitCast(pairs, hn::InterleaveLower(d, c, e));
     const auto ce_high = hn::BitCast(pairs, hn::InterleaveUpper(d, c, e));
-    float* const four_columns = to + column * stride;
+    auto* const four_columns = reinterpret_cast<std::uint32_t*>(to + column * stride);
     const auto store = [&](auto v, std::int64_t i) HWY_ATTR {
       hn::StoreU(hn::BitCast(d, v), d, four_columns + i * stride);
     };
@@ -88,27 +105,96 @@ inline void transpose_four(const float* rows, std::int64_t row_stride, std::int6
 #endif
 }
 
-/// Number of floats of scratch that transpose_rows needs.
+/// Number of elements of scratch that transpose_rows needs.
 inline constexpr std::int64_t transpose_scratch(std::int64_t columns) {
   return 4 * padded_stride(columns);
 }
 
-/// to[column, i] = tensor[begin + i, column]. The number of columns is a multiple of 4.
-inline void transpose_rows(const Tensor& tensor, std::int64_t begin, std::int64_t count, float* to,
-                           std::int64_t stride, float* scratch) {
+/// to[column, i] = tensor[begin + i, column]. The number of columns of `to` is a multiple of 4.
+template <class Element>
+void transpose_rows(const Tensor& tensor, std::int64_t begin, std::int64_t count, Element* to,
+                    std::int64_t stride, Element* scratch) {
   const std::int64_t columns = tensor.shape[1];
-  const std::int64_t scratch_stride = padded_stride(columns);
+  const std::int64_t elements = elements_of<Element>(columns);
+  const std::int64_t scratch_stride = padded_stride(elements);
   for (std::int64_t i = 0; i < padded_columns(count); i += 4) {
     for (std::int64_t j = 0; j < 4; ++j) {
-      float* const row = scratch + j * scratch_stride;
+      Element* const row = scratch + j * scratch_stride;
       if (i + j < count) {
-        widen_row(tensor.dtype, row_of(tensor, begin + i + j), row, columns);
+        load_row(tensor.dtype, row_of(tensor, begin + i + j), row, columns);
       } else {
-        std::fill(row, row + columns, 0.0f);
+        std::fill(row, row + elements, Element{});
       }
     }
-    transpose_four(scratch, scratch_stride, columns, to + i, stride);
+    transpose_four(scratch, scratch_stride, elements, to + i, stride);
   }
+}
+
+/// to[column] = (first[column], second[column]), padded with zeros: two rows of bf16 as one of
+/// pairs along the rows. An absent second row counts as zeros.
+inline void interleave_rows(const void* first, const void* second, std::int64_t columns,
+                            Bf16Pair* to) {
+  const PairTag d;
+  const hn::Rebind<std::uint16_t, PairTag> u16;
+  const auto* const low = static_cast<const std::uint16_t*>(first);
+  const auto* const high = static_cast<const std::uint16_t*>(second);
+  std::int64_t i = 0;
+  for (; i + kLanes <= columns; i += kLanes) {
+    auto pair = hn::PromoteTo(d, hn::LoadU(u16, low + i));
+    if (high != nullptr)
+      pair = hn::Or(pair, hn::ShiftLeft<16>(hn::PromoteTo(d, hn::LoadU(u16, high + i))));
+    hn::StoreU(pair, d, &to[i].bits);
+  }
+  for (; i < columns; ++i) {
+    std::uint16_t numbers[2] = {};
+    std::memcpy(&numbers[0], low + i, sizeof(numbers[0]));
+    if (high != nullptr) std::memcpy(&numbers[1], high + i, sizeof(numbers[1]));
+    to[i].bits = numbers[0] | static_cast<std::uint32_t>(numbers[1]) << 16;
+  }
+  std::fill(to + columns, to + padded_columns(columns), Bf16Pair{});
+}
+
+/// Pairs along the rows of `count` packed rows of bf16, of which the first `columns` are taken.
+inline void interleave_packed(const Bf16Pair* from, std::int64_t from_stride, std::int64_t count,
+                              std::int64_t columns, Bf16Pair* to, std::int64_t stride) {
+  for (std::int64_t i = 0; i < count; i += 2) {
+    const Bf16Pair* const row = from + i * from_stride;
+    interleave_rows(row, i + 1 < count ? row + from_stride : nullptr, columns, to + i / 2 * stride);
+  }
+}
+
+/// Pairs of numbers, rounded to bf16.
+HWY_INLINE void store_pairs(FloatVector first, FloatVector second, Bf16Pair* to) {
+  const FloatTag d;
+  const auto high = hn::ShiftLeft<16>(narrow_bits(d, second, BFloat16{}));
+  hn::StoreU(hn::Or(narrow_bits(d, first, BFloat16{}), high), PairTag(), &to->bits);
+}
+
+/// Whether products of these pairs with others like them, and sums of such products, are 0 or
+/// normal numbers: multiply_add counts denormals as 0. It is so if no magnitude is below 2^-56 but
+/// 0, since then every product is a multiple of 2^-126. The row is padded with zeros.
+inline bool keeps_products_normal(const Bf16Pair* row, std::int64_t pairs) {
+  constexpr std::uint32_t kLeast = (127 - 56) << 7;  // 2^-56 in bf16
+  const PairTag d;
+  const auto one = hn::Set(d, 1u);
+  const auto magnitude = hn::Set(d, 0x7fffu);
+  auto least = magnitude;  // of all magnitudes less 1, which for 0 is the largest number
+  for (std::int64_t i = 0; i < pairs; i += kLanes) {
+    const auto pair = hn::LoadU(d, &row[i].bits);
+    const auto first = hn::Sub(hn::And(pair, magnitude), one);
+    const auto second = hn::Sub(hn::And(hn::ShiftRight<16>(pair), magnitude), one);
+    least = hn::Min(least, hn::Min(first, second));
+  }
+  return hn::AllFalse(d, hn::Lt(least, hn::Set(d, kLeast - 1)));
+}
+
+/// The same of `count` rows.
+inline bool keep_products_normal(const Bf16Pair* rows, std::int64_t stride, std::int64_t count,
+                                 std::int64_t pairs) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (!keeps_products_normal(rows + i * stride, pairs)) return false;
+  }
+  return true;
 }
 
 }  // namespace winnow::cpu::HWY_NAMESPACE

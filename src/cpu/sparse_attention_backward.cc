@@ -8,10 +8,16 @@
 // So every row of d_kv has one writer and is summed in the order of query rows: neither the lanes
 // nor the ranges nor the chunks change a bit of it. The records of a row are sorted by key, so that
 // those of a range are contiguous.
+//
+// Kernel `simd` multiplies fp32 numbers. Kernel `avx512_bf16` multiplies pairs of bf16, p and dS
+// rounded to bf16; numbers in rows in which denormals, which count as 0 in products of pairs, could
+// occur.
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "backend_operators.h"
@@ -20,6 +26,7 @@
 #include "core/view.h"
 #include "cpu/attention.h"
 #include "cpu/backward_plan.h"
+#include "cpu/bf16_pairs.h"
 #include "cpu/log_add_exp.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
@@ -30,6 +37,7 @@
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
+#include "cpu/elements-inl.h"
 #include "cpu/exp-inl.h"
 #include "cpu/matmul-inl.h"
 #include "cpu/pack-inl.h"
@@ -53,19 +61,20 @@ float dot(const float* a, const float* b, std::int64_t count) {
 
 /// Loads what does not depend on keys: q^T, d_out^T, L, lse, delta, d_lse, and the contribution of
 /// the row to d_sink.
+template <class Element>
 void load_heads(const SparseAttentionBackward& args, std::int64_t t, HeadRange heads,
-                const QueryPass& row, double* sink_terms) {
+                const QueryPass<Element>& row, double* sink_terms) {
   const std::int64_t stride = padded_stride(heads.count);
   const std::int64_t v_dim = args.out.shape[2];
   // row.keys serves as scratch here: no keys have been gathered yet.
   transpose_rows(slice(args.q, t), heads.begin, heads.count, row.q, stride, row.keys);
   transpose_rows(slice(args.d_out, t), heads.begin, heads.count, row.d_out, stride, row.keys);
-  float* const out = row.keys;
-  float* const d_out = row.keys + v_dim;
+  float* const out = row.out_rows;
+  float* const d_out = row.out_rows + v_dim;
   const View<const float, 1> sinks(args.sink);
   const View<const float, 2> lse(args.lse);
   const View<const float, 2> d_lse(args.d_lse);
-  for (std::int64_t i = 0; i < Records::head_padding(heads.count); ++i) {
+  for (std::int64_t i = 0; i < head_padding(heads.count); ++i) {
     row.share[i] = row.lse[i] = row.delta[i] = row.d_lse[i] = 0;
     if (i >= heads.count) continue;
     const std::int64_t h = heads.begin + i;
@@ -83,70 +92,168 @@ void load_heads(const SparseAttentionBackward& args, std::int64_t t, HeadRange h
   }
 }
 
-/// Turns the products with q and d_out into p and scale * dS, in place.
-void differentiate(const QueryPass& row, float* records, std::int64_t stride, std::int64_t count,
-                   std::int64_t head_padding, float scale, bool has_d_lse) {
+/// p and scale * dS of one key for kLanes heads.
+struct Differential {
+  FloatVector p, dS;
+};
+
+/// What a head's row gives to all of its keys, for kLanes heads.
+class Differentiation {
+ public:
+  template <class Element>
+  Differentiation(const QueryPass<Element>& row, std::int64_t i, float scale, bool has_d_lse)
+      : share_(load_elements(row.share + i)),
+        lse_(load_elements(row.lse + i)),
+        delta_(load_elements(row.delta + i)),
+        d_lse_(load_elements(row.d_lse + i)),
+        scale_(hn::Set(FloatTag(), scale)),
+        has_d_lse_(has_d_lse) {}
+
+  /// From the products of a key with q and with d_out.
+  HWY_INLINE Differential operator()(FloatVector qk, FloatVector dp) const {
+    const FloatTag d;
+    const auto minus_infinity = hn::Set(d, -std::numeric_limits<float>::infinity());
+    const auto s = hn::Mul(qk, scale_);
+    // A logit of -inf contributes nothing; if all of a row are -inf, s - lse would be NaN.
+    const auto is_no_key = hn::Eq(s, minus_infinity);
+    const auto of_keys = hn::IfThenZeroElse(is_no_key, probability(d, hn::Sub(s, lse_)));
+    const auto p = hn::Mul(share_, of_keys);
+    auto dS = hn::Mul(p, hn::Sub(dp, delta_));
+    if (has_d_lse_) dS = hn::MulAdd(of_keys, d_lse_, dS);
+    return {p, hn::Mul(dS, scale_)};
+  }
+
+ private:
+  FloatVector share_, lse_, delta_, d_lse_, scale_;
+  bool has_d_lse_;
+};
+
+/// Turns the products with q and d_out, which stand in the records, into p and scale * dS there.
+/// Returns dS^T, the left operand of d_q.
+MnMajor<float> differentiate(const QueryPass<float>& row, float* records, std::int64_t heads,
+                             std::int64_t count, float scale, bool has_d_lse) {
   const FloatTag d;
-  const auto scales = hn::Set(d, scale);
-  const auto minus_infinity = hn::Set(d, -std::numeric_limits<float>::infinity());
-  for (std::int64_t i = 0; i < head_padding; i += kLanes) {
-    const auto share = hn::LoadU(d, row.share + i);
-    const auto lse = hn::LoadU(d, row.lse + i);
-    const auto delta = hn::LoadU(d, row.delta + i);
-    const auto d_lse = hn::LoadU(d, row.d_lse + i);
+  const std::int64_t stride = Records::stride<float>(heads);
+  const std::int64_t padding = head_padding(heads);
+  for (std::int64_t i = 0; i < padding; i += kLanes) {
+    const Differentiation differential(row, i, scale, has_d_lse);
     for (std::int64_t j = 0; j < count; ++j) {
       float* const p_at = records + j * stride + i;
-      float* const dS_at = p_at + head_padding;
-      const auto s = hn::Mul(hn::LoadU(d, p_at), scales);
-      // A logit of -inf contributes nothing; if all of a row are -inf, s - lse would be NaN.
-      const auto is_no_key = hn::Eq(s, minus_infinity);
-      const auto of_keys = hn::IfThenZeroElse(is_no_key, probability(d, hn::Sub(s, lse)));
-      const auto p = hn::Mul(share, of_keys);
-      auto dS = hn::Mul(p, hn::Sub(hn::LoadU(d, dS_at), delta));
-      if (has_d_lse) dS = hn::MulAdd(of_keys, d_lse, dS);
+      const auto [p, dS] = differential(hn::LoadU(d, p_at), hn::LoadU(d, p_at + padding));
       hn::StoreU(p, d, p_at);
-      hn::StoreU(hn::Mul(dS, scales), d, dS_at);
+      hn::StoreU(dS, d, p_at + padding);
     }
   }
+  return {records + padding, stride};
+}
+
+/// The same from row.products. Records are pairs of heads; the operand has pairs of keys.
+inline MnMajor<Bf16Pair> differentiate(const QueryPass<Bf16Pair>& row, Bf16Pair* records,
+                                       std::int64_t heads, std::int64_t count, float scale,
+                                       bool has_d_lse) {
+  const FloatTag d;
+  const std::int64_t product_stride = Records::stride<float>(heads);
+  const std::int64_t stride = Records::stride<Bf16Pair>(heads);
+  const std::int64_t padding = head_padding(heads);
+  for (std::int64_t i = 0; i < padding; i += kLanes) {
+    const Differentiation differential(row, i, scale, has_d_lse);
+    const auto record_key = [&](std::int64_t j) HWY_ATTR {
+      const float* const from = row.products + j * product_stride + i;
+      const auto [p, dS] = differential(hn::LoadU(d, from), hn::LoadU(d, from + padding));
+      auto* const to = reinterpret_cast<BFloat16*>(records + j * stride) + i;
+      store_narrowed(d, p, to);
+      store_narrowed(d, dS, to + padding);
+      return dS;
+    };
+    for (std::int64_t j = 0; j < count; j += 2) {
+      const auto first = record_key(j);
+      const auto second = j + 1 < count ? record_key(j + 1) : hn::Zero(d);
+      store_pairs(first, second, row.dS_pairs + j / 2 * padding + i);
+    }
+  }
+  return {row.dS_pairs, padding};
+}
+
+/// Computes d_q and the records of query row t, whose keys have been taken. Returns false if
+/// denormals could occur in products of pairs.
+template <class Element>
+bool differentiate_row(const SparseAttentionBackward& args, const Records& records,
+                       std::int64_t row_index, std::int64_t t, HeadRange heads, Scratch scratch) {
+  constexpr bool kArePairs = QueryPass<Element>::kArePairs;
+  constexpr std::int64_t kBlockKeys = QueryPass<Element>::kBlockKeys;
+  const AttentionSizes n = attention_sizes(args);
+  const QueryPass<Element> row(n, heads.count, scratch);
+  const std::int64_t padding = head_padding(records.heads);
+  const std::int64_t head_stride = padded_stride(heads.count);
+  const std::int64_t key_stride = padded_stride(row.depth);
+  const std::int64_t d_q_stride = padded_stride(n.qk_dim);
+  const std::int64_t product_stride = Records::stride<float>(records.heads);
+  const std::int32_t* const keys = records.keys_of(row_index);
+  const std::int64_t count = records.counts[row_index];
+
+  load_heads(args, t, heads, row, records.sink_terms + row_index * records.heads);
+  if constexpr (kArePairs) {
+    const std::int64_t columns = padded_columns(heads.count);
+    if (!keep_products_normal(row.q, head_stride, row.depth, columns) ||
+        !keep_products_normal(row.d_out, head_stride, elements_of<Element>(n.v_dim), columns)) {
+      return false;
+    }
+  }
+  for (std::int64_t j = 0; j < count; j += kBlockKeys) {
+    const std::int64_t block = std::min(count - j, kBlockKeys);
+    Element* const record = records.record<Element>(row_index, j);
+    const KMajor<Element> block_keys{row.keys, key_stride};
+    gather_rows(args.kv, keys + j, block, row.keys, key_stride);
+    float* products = row.products;
+    const Element* values = row.keys;
+    std::int64_t value_stride = key_stride;
+    if constexpr (kArePairs) {
+      if (!keep_products_normal(row.keys, key_stride, block, row.depth)) return false;
+      values = row.key_pairs;
+      value_stride = d_q_stride;
+      interleave_packed(row.keys, key_stride, block, n.qk_dim, row.key_pairs, value_stride);
+    } else {
+      products = record;
+    }
+    multiply_blocked(block_keys, block, row.q, head_stride, padding, row.depth, products,
+                     product_stride);
+    multiply_blocked(block_keys, block, row.d_out, head_stride, padding,
+                     elements_of<Element>(n.v_dim), products + padding, product_stride);
+    const MnMajor<Element> dS =
+        differentiate(row, record, records.heads, block, args.scale, bool(args.d_lse));
+    multiply_blocked(dS, heads.count, values, value_stride, n.qk_dim, elements_of<Element>(block),
+                     row.d_q, d_q_stride, j > 0);
+  }
+  for (std::int64_t i = 0; i < heads.count; ++i) {
+    narrow_row(args.d_q.dtype, row.d_q + i * d_q_stride, 1, row_of(args.d_q, t, heads.begin + i),
+               n.qk_dim);
+  }
+  return true;
 }
 
 /// The first pass for query row t, whose records get the index `row_index`.
-void query_pass(const SparseAttentionBackward& args, const Records& records, std::int64_t row_index,
-                std::int64_t t, HeadRange heads, Scratch scratch) {
+void query_pass(const SparseAttentionBackward& args, bool with_pairs, const Records& records,
+                std::int64_t row_index, std::int64_t t, HeadRange heads, Scratch scratch) {
   const AttentionSizes n = attention_sizes(args);
-  const QueryPass row(n, heads.count, scratch);
-  const std::int64_t head_stride = padded_stride(heads.count);
-  const std::int64_t key_stride = padded_stride(n.qk_dim);
-  const std::int64_t stride = Records::stride(records.heads);
-  const std::int64_t head_padding = Records::head_padding(records.heads);
   std::int32_t* const keys = records.keys_of(row_index);
-  double* const sink_terms = records.sink_terms + row_index * records.heads;
-
   const std::int64_t count = ValidKeys(args.indices, args.lengths, n.keys, t).take(n.topk, keys);
   records.counts[row_index] = count;
+  records.are_pairs[row_index] = false;
+  if (count == 0) {
+    std::fill_n(records.sink_terms + row_index * records.heads, heads.count, 0.0);
+    for (std::int64_t i = 0; i < heads.count; ++i) {
+      std::memset(row_of(args.d_q, t, heads.begin + i), 0,
+                  static_cast<std::size_t>(n.qk_dim * element_bytes(args.d_q.dtype)));
+    }
+    return;
+  }
   if (!std::is_sorted(keys, keys + count)) std::sort(keys, keys + count);
-  if (count > 0) {
-    load_heads(args, t, heads, row, sink_terms);
-  } else {
-    std::fill_n(sink_terms, heads.count, 0.0);
-    std::fill_n(row.d_q, heads.count * key_stride, 0.0f);
+  if constexpr (kMultipliesPairs) {
+    records.are_pairs[row_index] =
+        with_pairs && differentiate_row<Bf16Pair>(args, records, row_index, t, heads, scratch);
   }
-  for (std::int64_t j = 0; j < count; j += QueryPass::kBlockKeys) {
-    const std::int64_t block = std::min(count - j, QueryPass::kBlockKeys);
-    float* const p = records.record(row_index, j);
-    float* const dS = p + head_padding;
-    const KMajor block_keys{row.keys, key_stride};
-    gather_rows(args.kv, keys + j, block, row.keys, key_stride);
-    multiply_blocked(block_keys, block, row.q, head_stride, head_padding, n.qk_dim, p, stride);
-    multiply_blocked(block_keys, block, row.d_out, head_stride, head_padding, n.v_dim, dS, stride);
-    differentiate(row, p, stride, block, head_padding, args.scale, bool(args.d_lse));
-    multiply_blocked(MnMajor{dS, stride}, heads.count, row.keys, key_stride, n.qk_dim, block,
-                     row.d_q, key_stride, j > 0);
-  }
-  for (std::int64_t i = 0; i < heads.count; ++i) {
-    narrow_row(args.d_q.dtype, row.d_q + i * key_stride, 1, row_of(args.d_q, t, heads.begin + i),
-               n.qk_dim);
-  }
+  if (!records.are_pairs[row_index])
+    differentiate_row<float>(args, records, row_index, t, heads, scratch);
 }
 
 /// Epilogue: adds the rows of a product to the rows of d_kv that `keys` gives, one after another,
@@ -186,42 +293,69 @@ struct AddToKeys {
   }
 };
 
-/// The second pass for the keys in [begin, end), over the `rows` recorded rows from first_row on.
-void key_pass(const SparseAttentionBackward& args, const Records& records, std::int64_t rows,
-              std::int64_t first_row, HeadRange heads, std::int32_t begin, std::int32_t end,
-              const Tensor& d_kv, Scratch scratch) {
+/// Loads rows of heads, [heads, columns], to rows of numbers or of pairs of heads.
+void load_head_rows(const Tensor& rows, HeadRange heads, float* to, std::int64_t stride) {
+  widen_rows(rows, heads.begin, heads.count, to, stride);
+}
+inline void load_head_rows(const Tensor& rows, HeadRange heads, Bf16Pair* to, std::int64_t stride) {
+  for (std::int64_t i = 0; i < heads.count; i += 2) {
+    const std::int64_t h = heads.begin + i;
+    interleave_rows(row_of(rows, h), i + 1 < heads.count ? row_of(rows, h + 1) : nullptr,
+                    rows.shape[1], to + i / 2 * stride);
+  }
+}
+
+/// Adds the records [first, last) of a row to d_kv.
+template <class Element>
+void add_records(const SparseAttentionBackward& args, const Records& records, std::int64_t row,
+                 std::int64_t t, HeadRange heads, std::int64_t first, std::int64_t last,
+                 const KeyPass<Element>& pass, const Tensor& d_kv) {
   const AttentionSizes n = attention_sizes(args);
-  const KeyPass pass(n, records.heads, scratch);
-  const std::int64_t head_padding = Records::head_padding(records.heads);
-  const std::int64_t stride = Records::stride(records.heads);
-  const std::int64_t q_stride = padded_stride(n.qk_dim);
-  float* const q = pass.d_out_and_q + head_padding * q_stride;
   // Columns below `split` get contributions from d_out, padded with zeros after v_dim.
   const std::int64_t split = std::min(padded_columns(n.v_dim), n.qk_dim);
   // Number of records that stay in L2 while the product goes through the columns of d_kv.
   constexpr std::int64_t kBlockRecords = 240;
 
-  std::fill_n(pass.d_out_and_q, 2 * head_padding * q_stride, 0.0f);
+  load_head_rows(slice(args.d_out, t), heads, pass.d_out(), pass.stride);
+  load_head_rows(slice(args.q, t), heads, pass.q(), pass.stride);
+  for (std::int64_t j = first; j < last; j += kBlockRecords) {
+    const std::int64_t count = std::min(last - j, kBlockRecords);
+    const AddToKeys add{records.keys_of(row) + j, count, static_cast<float*>(d_kv.data),
+                        d_kv.stride[0], n.qk_dim};
+    const KMajor<Element> p_and_dS{records.record<Element>(row, j),
+                                   Records::stride<Element>(records.heads)};
+    multiply(p_and_dS, count, pass.d_out(), pass.stride, split, 2 * pass.rows, add);
+    if (split < n.qk_dim) {
+      multiply(p_and_dS.from(0, pass.rows), count, pass.q() + split, pass.stride, n.qk_dim - split,
+               pass.rows, add.from_column(split));
+    }
+  }
+}
+
+/// The second pass for the keys in [begin, end), over the `rows` recorded rows from first_row on.
+void key_pass(const SparseAttentionBackward& args, bool with_pairs, const Records& records,
+              std::int64_t rows, std::int64_t first_row, HeadRange heads, std::int32_t begin,
+              std::int32_t end, const Tensor& d_kv, Scratch scratch) {
+  const AttentionSizes n = attention_sizes(args);
+  const KeyPass<float> numbers(n, records.heads, scratch);
+  std::optional<KeyPass<Bf16Pair>> pairs;
+  if (with_pairs) pairs.emplace(n, records.heads, scratch);
   for (std::int64_t row = 0; row < rows; ++row) {
     const std::int32_t* const keys = records.keys_of(row);
     const std::int32_t* const keys_end = keys + records.counts[row];
     const std::int64_t first = std::lower_bound(keys, keys_end, begin) - keys;
     const std::int64_t last = std::lower_bound(keys + first, keys_end, end) - keys;
     if (first == last) continue;
-    widen_rows(slice(args.d_out, first_row + row), heads.begin, heads.count, pass.d_out_and_q,
-               q_stride);
-    widen_rows(slice(args.q, first_row + row), heads.begin, heads.count, q, q_stride);
-    for (std::int64_t j = first; j < last; j += kBlockRecords) {
-      const std::int64_t count = std::min(last - j, kBlockRecords);
-      const AddToKeys add{keys + j, count, static_cast<float*>(d_kv.data), d_kv.stride[0],
-                          n.qk_dim};
-      const KMajor p_and_dS{records.record(row, j), stride};
-      multiply(p_and_dS, count, pass.d_out_and_q, q_stride, split, 2 * head_padding, add);
-      if (split < n.qk_dim) {
-        multiply(p_and_dS.from_depth(head_padding), count, q + split, q_stride, n.qk_dim - split,
-                 head_padding, add.from_column(split));
+    const auto add = [&](const auto& pass) {
+      add_records(args, records, row, first_row + row, heads, first, last, pass, d_kv);
+    };
+    if constexpr (kMultipliesPairs) {
+      if (records.are_pairs[row]) {
+        add(*pairs);
+        continue;
       }
     }
+    add(numbers);
   }
 }
 
@@ -284,20 +418,12 @@ std::size_t accumulator_bytes(const SparseAttentionBackward& args) {
   return is_added_to(args) ? 0 : Scratch::bytes<float>(args.kv.shape[0] * args.kv.shape[1]);
 }
 
-}  // namespace
+/// Whether there is a kernel for such inputs that needs memory for pairs.
+bool may_have_pairs(const SparseAttentionBackward& args) { return args.q.dtype == DType::bf16; }
 
-std::string why_not(const SparseAttentionBackward& args, const Execution& execution) {
-  if (args.q.dtype == DType::f64) return refusal::no_f64;
-  return over_limit(BackwardPlan::min_bytes(attention_sizes(args)), execution);
-}
-
-std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution) {
-  return accumulator_bytes(args) + BackwardPlan(attention_sizes(args), execution).bytes();
-}
-
-void run(const SparseAttentionBackward& args, const Execution& execution) {
+void run_passes(const SparseAttentionBackward& args, bool with_pairs, const Execution& execution) {
   const AttentionSizes n = attention_sizes(args);
-  const BackwardPlan plan(n, execution);
+  const BackwardPlan plan(n, may_have_pairs(args), execution);
   const HeadGroups& groups = plan.groups();
 
   const std::size_t shared_bytes = accumulator_bytes(args) + plan.shared_bytes();
@@ -331,13 +457,13 @@ void run(const SparseAttentionBackward& args, const Execution& execution) {
     for (std::int64_t t = 0; t < n.tokens; t += plan.rows()) {
       const std::int64_t rows = std::min(plan.rows(), n.tokens - t);
       parallel_for(lanes, rows, plan.lane_bytes(), [&](std::int64_t row, Scratch scratch) {
-        query_pass_on_target(args, records, row, t + row, heads, scratch);
+        query_pass_on_target(args, with_pairs, records, row, t + row, heads, scratch);
       });
       const std::vector<std::int32_t> ranges = key_ranges(records, rows, n.keys, execution);
       parallel_for(lanes, static_cast<std::int64_t>(ranges.size()) - 1, plan.lane_bytes(),
                    [&](std::int64_t i, Scratch scratch) {
-                     key_pass_on_target(args, records, rows, t, heads, ranges[i], ranges[i + 1],
-                                        d_kv, scratch);
+                     key_pass_on_target(args, with_pairs, records, rows, t, heads, ranges[i],
+                                        ranges[i + 1], d_kv, scratch);
                    });
       for (std::int64_t row = 0; row < rows; ++row) {
         for (std::int64_t i = 0; i < heads.count; ++i) {
@@ -357,6 +483,27 @@ void run(const SparseAttentionBackward& args, const Execution& execution) {
     const View<float, 1> sum(args.d_sink);
     for (std::int64_t h = 0; h < n.heads; ++h) sum(h) = static_cast<float>(sum(h) + d_sink[h]);
   }
+}
+
+}  // namespace
+
+std::string why_not(const SparseAttentionBackward& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  return over_limit(BackwardPlan::min_bytes(attention_sizes(args), may_have_pairs(args)),
+                    execution);
+}
+std::string why_not_pairs(const SparseAttentionBackward& args) {
+  return why_not_pairs_of(args.q.dtype);
+}
+std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution) {
+  return accumulator_bytes(args) +
+         BackwardPlan(attention_sizes(args), may_have_pairs(args), execution).bytes();
+}
+void run(const SparseAttentionBackward& args, const Execution& execution) {
+  run_passes(args, false, execution);
+}
+void run_pairs(const SparseAttentionBackward& args, const Execution& execution) {
+  run_passes(args, true, execution);
 }
 
 }  // namespace winnow::cpu

@@ -1,16 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse attention forward with online softmax. A task is one query row and a group of its heads;
 // it goes through the keys of the row in blocks:
-//   keys         a block of keys, gathered and converted to fp32 once per group  [keys, qk_dim]
-//   scores       keys x q^T, then exp(rest * (s - shift))                        [keys, heads]
-//   accumulator  += scores^T x keys                                              [heads, v_dim]
+//   keys         a block of keys, gathered and converted once per group  [keys, qk_dim]
+//   scores       keys x q^T                                              [keys, heads]
+//   p            exp(rest * (scores - shift))                            [keys, heads]
+//   accumulator  += p^T x values, the first v_dim columns of keys        [heads, v_dim]
 // With heads along the vectors, maxima and sums over keys need no operation across lanes, and
-// scores are already the MN-major left operand of the second product. The block, q^T and the
+// p is already the MN-major left operand of the second product. The block, q^T and the
 // accumulator stay in L2, panels of them in L1. s is a product times the power of two in the scale,
 // and a logit is rest * s (core/logit_scale.h).
+//
+// Kernel `simd` multiplies fp32 numbers. Kernel `avx512_bf16` multiplies pairs of bf16, p rounded
+// to bf16; numbers in blocks in which denormals, which count as 0 in products of pairs, could
+// occur.
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 
 #include "backend_operators.h"
 #include "core/logit_scale.h"
@@ -18,6 +24,7 @@
 #include "core/threads.h"
 #include "core/view.h"
 #include "cpu/attention.h"
+#include "cpu/bf16_pairs.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
 #include "cpu/valid_keys.h"
@@ -27,6 +34,7 @@
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
+#include "cpu/elements-inl.h"
 #include "cpu/exp-inl.h"
 #include "cpu/matmul-inl.h"
 #include "cpu/pack-inl.h"
@@ -40,20 +48,55 @@ namespace {
 /// Keys per block: the depth of the second product, which reads and writes the whole accumulator.
 constexpr std::int64_t kBlockKeys = 96;
 
-/// Scratch of a task.
+/// What the products of a block read. Numbers and pairs of a task use the same memory.
+template <class Element>
+struct Operands {
+  static constexpr bool kArePairs = kElementDepth<Element> > 1;
+  static constexpr std::int64_t kBlockRows = elements_of<Element>(kBlockKeys);
+
+  static std::size_t bytes(const AttentionSizes& n, std::int64_t heads) {
+    const std::int64_t depth = elements_of<Element>(n.qk_dim);
+    const std::size_t copies = Scratch::bytes<Element>(kBlockRows * padded_stride(n.v_dim)) +
+                               2 * Scratch::bytes<Element>(kBlockRows * padded_stride(heads));
+    return Scratch::bytes<Element>(depth * padded_stride(heads)) +
+           Scratch::bytes<Element>(kBlockKeys * padded_stride(depth)) + (kArePairs ? copies : 0);
+  }
+  Operands(const AttentionSizes& n, std::int64_t heads, Scratch scratch)
+      : depth(elements_of<Element>(n.qk_dim)),
+        q(scratch.take<Element>(depth * padded_stride(heads)).data()),
+        keys(scratch.take<Element>(kBlockKeys * padded_stride(depth)).data()) {
+    if constexpr (kArePairs) {
+      value_stride = padded_stride(n.v_dim);
+      values = scratch.take<Element>(kBlockRows * value_stride).data();
+      p = scratch.take<Element>(kBlockRows * padded_stride(heads)).data();
+      p_rest = scratch.take<Element>(kBlockRows * padded_stride(heads)).data();
+    } else {
+      value_stride = padded_stride(depth);
+      values = keys;
+    }
+  }
+
+  std::int64_t depth;         // of q and keys, in elements
+  std::int64_t value_stride;  // between rows of values
+  Element* q;                 // [depth, heads]
+  Element* keys;              // [kBlockKeys, depth]
+  Element* values;            // [kBlockRows, v_dim]  of numbers: keys; of pairs: along the keys
+  // Of pairs alone; numbers are in the place of the scores.
+  Element* p = nullptr;       // [kBlockRows, heads]
+  Element* p_rest = nullptr;  // [kBlockRows, heads]  what p lost in rounding, or 0
+  bool has_q = false;
+};
+
+/// Scratch of a task, but for the operands.
 struct ForwardRow {
   static std::size_t bytes(const AttentionSizes& n, std::int64_t heads) {
-    return Scratch::bytes<float>(n.qk_dim * padded_stride(heads)) +
-           Scratch::bytes<float>(kBlockKeys * padded_stride(n.qk_dim)) +
-           Scratch::bytes<float>(kBlockKeys * padded_stride(heads)) +
+    return Scratch::bytes<float>(kBlockKeys * padded_stride(heads)) +
            Scratch::bytes<float>(heads * padded_stride(n.v_dim)) +
            4 * Scratch::bytes<float>(padded_columns(heads)) +
            Scratch::bytes<std::int32_t>(kBlockKeys);
   }
   ForwardRow(const AttentionSizes& n, std::int64_t heads, Scratch& scratch)
-      : q(scratch.take<float>(n.qk_dim * padded_stride(heads)).data()),
-        keys(scratch.take<float>(kBlockKeys * padded_stride(n.qk_dim)).data()),
-        scores(scratch.take<float>(kBlockKeys * padded_stride(heads)).data()),
+      : scores(scratch.take<float>(kBlockKeys * padded_stride(heads)).data()),
         accumulator(scratch.take<float>(heads * padded_stride(n.v_dim)).data()),
         max_score(scratch.take<float>(padded_columns(heads)).data()),
         shift(scratch.take<float>(padded_columns(heads)).data()),
@@ -61,8 +104,6 @@ struct ForwardRow {
         rescale(scratch.take<float>(padded_columns(heads)).data()),
         key_rows(scratch.take<std::int32_t>(kBlockKeys).data()) {}
 
-  float* q;                // [qk_dim, heads]
-  float* keys;             // [kBlockKeys, qk_dim]
   float* scores;           // [kBlockKeys, heads]
   float* accumulator;      // [heads, v_dim]  sum_j exp(rest * (s_j - shift)) v_j
   float* max_score;        // [heads]         maximum of all s_j so far
@@ -120,6 +161,33 @@ HWY_INLINE bool exponentiate(float* scores, std::int64_t stride, std::int64_t co
   return !hn::AllFalse(d, changes);
 }
 
+/// Rounds p to pairs of keys. Of heads with large logits it keeps what p loses as well, since the
+/// products, whose rounding grows with them, leave no room for it. Returns whether there are any.
+inline bool round_p(const ForwardRow& row, std::int64_t stride, std::int64_t count,
+                    std::int64_t heads, float rest, const Operands<Bf16Pair>& to) {
+  constexpr float kLarge = 1024;
+  const FloatTag d;
+  bool has_rest = false;
+  for (std::int64_t i = 0; i < heads; i += kLanes) {
+    const auto largest_logit = hn::Mul(hn::LoadU(d, row.shift + i), hn::Set(d, rest));
+    const auto is_large = hn::Gt(hn::Abs(largest_logit), hn::Set(d, kLarge));
+    const auto lost_of = [&](FloatVector p) HWY_ATTR {
+      const auto rounded = widen_bits(d, narrow_bits(d, p, BFloat16{}), BFloat16{});
+      return hn::IfThenElseZero(is_large, hn::Sub(p, rounded));
+    };
+    has_rest |= !hn::AllFalse(d, is_large);
+    for (std::int64_t j = 0; j < count; j += 2) {
+      const float* const from = row.scores + j * stride + i;
+      const std::int64_t at = j / 2 * stride + i;
+      const auto first = hn::LoadU(d, from);
+      const auto second = j + 1 < count ? hn::LoadU(d, from + stride) : hn::Zero(d);
+      store_pairs(first, second, to.p + at);
+      store_pairs(lost_of(first), lost_of(second), to.p_rest + at);
+    }
+  }
+  return has_rest;
+}
+
 void scale_row(float* row, float factor, std::int64_t columns) {
   const FloatTag d;
   const auto factors = hn::Set(d, factor);
@@ -156,41 +224,82 @@ void finish_heads(const SparseAttentionForward& args, const ForwardRow& row, std
   }
 }
 
+/// Adds a block of keys to the accumulator. Returns false, and has changed nothing, if denormals
+/// could occur in products of pairs.
+template <class Element>
+bool attend_block(const SparseAttentionForward& args, std::int64_t t, HeadRange heads,
+                  const ForwardRow& row, Operands<Element>& of, std::int64_t count, bool is_first) {
+  const std::int64_t v_dim = args.out.shape[2];
+  const std::int64_t head_stride = padded_stride(heads.count);
+  const std::int64_t key_stride = padded_stride(of.depth);
+  const std::int64_t accumulator_stride = padded_stride(v_dim);
+  const LogitScale scale(args.scale);
+  if (!of.has_q) {
+    // The keys serve as scratch here: none have been gathered yet.
+    transpose_rows(slice(args.q, t), heads.begin, heads.count, of.q, head_stride, of.keys);
+    of.has_q = true;
+  }
+  gather_rows(args.kv, row.key_rows, count, of.keys, key_stride);
+  if constexpr (of.kArePairs) {
+    if (!keep_products_normal(of.q, head_stride, of.depth, padded_columns(heads.count)) ||
+        !keep_products_normal(of.keys, key_stride, count, of.depth)) {
+      return false;
+    }
+    interleave_packed(of.keys, key_stride, count, v_dim, of.values, of.value_stride);
+  }
+  multiply_blocked(KMajor<Element>{of.keys, key_stride}, count, of.q, head_stride, heads.count,
+                   of.depth, row.scores, head_stride);
+  bool has_new_shift = false;
+  for (std::int64_t i = 0; i < heads.count; i += kLanes) {
+    has_new_shift |= exponentiate(row.scores + i, head_stride, count, scale, row.max_score + i,
+                                  row.shift + i, row.exp_sum + i, row.rescale + i);
+  }
+  for (std::int64_t i = 0; has_new_shift && !is_first && i < heads.count; ++i) {
+    if (row.rescale[i] != 1)
+      scale_row(row.accumulator + i * accumulator_stride, row.rescale[i], v_dim);
+  }
+  const auto add_values = [&](const Element* p, bool accumulate) {
+    multiply_blocked(MnMajor<Element>{p, head_stride}, heads.count, of.values, of.value_stride,
+                     v_dim, elements_of<Element>(count), row.accumulator, accumulator_stride,
+                     accumulate);
+  };
+  if constexpr (of.kArePairs) {
+    const bool has_rest = round_p(row, head_stride, count, heads.count, scale.rest, of);
+    add_values(of.p, !is_first);
+    if (has_rest) add_values(of.p_rest, true);
+  } else {
+    add_values(row.scores, !is_first);
+  }
+  return true;
+}
+
 /// Computes the outputs of query row t for a range of heads.
-void attend(const SparseAttentionForward& args, std::int64_t t, HeadRange heads, Scratch scratch) {
+void attend(const SparseAttentionForward& args, bool with_pairs, std::int64_t t, HeadRange heads,
+            Scratch scratch) {
   const AttentionSizes n = attention_sizes(args);
   const ForwardRow row(n, heads.count, scratch);
-  const std::int64_t head_stride = padded_stride(heads.count);
-  const std::int64_t key_stride = padded_stride(n.qk_dim);
-  const std::int64_t value_stride = padded_stride(n.v_dim);
+  Operands<float> numbers(n, heads.count, scratch);
+  std::optional<Operands<Bf16Pair>> pairs;
+  if (with_pairs) pairs.emplace(n, heads.count, scratch);
 
   ValidKeys keys(args.indices, args.lengths, n.keys, t);
   std::int64_t count = keys.take(kBlockKeys, row.key_rows);
   const bool has_keys = count > 0;
   if (has_keys) {
-    // row.keys serves as scratch here: no keys have been gathered yet.
-    transpose_rows(slice(args.q, t), heads.begin, heads.count, row.q, head_stride, row.keys);
     constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
     std::fill_n(row.max_score, padded_columns(heads.count), kMinusInfinity);
     std::fill_n(row.shift, padded_columns(heads.count), kMinusInfinity);
     std::fill_n(row.exp_sum, padded_columns(heads.count), 0.0f);
   }
   for (bool is_first = true; count > 0; is_first = false) {
-    gather_rows(args.kv, row.key_rows, count, row.keys, key_stride);
-    multiply_blocked(KMajor{row.keys, key_stride}, count, row.q, head_stride, heads.count, n.qk_dim,
-                     row.scores, head_stride);
-    bool has_new_shift = false;
-    for (std::int64_t i = 0; i < heads.count; i += kLanes) {
-      has_new_shift |=
-          exponentiate(row.scores + i, head_stride, count, LogitScale(args.scale),
-                       row.max_score + i, row.shift + i, row.exp_sum + i, row.rescale + i);
+    bool is_done = false;
+    if constexpr (kMultipliesPairs)
+      is_done = with_pairs && attend_block(args, t, heads, row, *pairs, count, is_first);
+    if (!is_done) {
+      numbers.has_q = numbers.has_q && !with_pairs;  // pairs have been where it was
+      attend_block(args, t, heads, row, numbers, count, is_first);
+      if (with_pairs) pairs->has_q = false;
     }
-    for (std::int64_t i = 0; has_new_shift && !is_first && i < heads.count; ++i) {
-      if (row.rescale[i] != 1)
-        scale_row(row.accumulator + i * value_stride, row.rescale[i], n.v_dim);
-    }
-    multiply_blocked(MnMajor{row.scores, head_stride}, heads.count, row.keys, key_stride, n.v_dim,
-                     count, row.accumulator, value_stride, !is_first);
     count = keys.take(kBlockKeys, row.key_rows);
   }
   finish_heads(args, row, t, heads, has_keys);
@@ -209,29 +318,42 @@ HWY_EXPORT(attend);
 /// Heads per group: their q^T and accumulator take about half of an L2 of 1 MiB.
 constexpr std::int64_t kGroupHeads = 128;
 
+HeadGroups groups_of(const AttentionSizes& n) { return {n.heads, n.qk_dim, kGroupHeads}; }
+
+std::size_t lane_bytes(const SparseAttentionForward& args) {
+  const AttentionSizes n = attention_sizes(args);
+  const std::int64_t heads = groups_of(n).max_size();
+  const std::size_t pairs = args.q.dtype == DType::bf16 ? Operands<Bf16Pair>::bytes(n, heads) : 0;
+  return ForwardRow::bytes(n, heads) + std::max(Operands<float>::bytes(n, heads), pairs);
+}
+
+void run_rows(const SparseAttentionForward& args, bool with_pairs, const Execution& execution) {
+  const AttentionSizes n = attention_sizes(args);
+  const HeadGroups groups = groups_of(n);
+  const auto attend_on_target = HWY_DYNAMIC_DISPATCH(attend);
+  parallel_for(
+      execution, n.tokens * groups.count(), lane_bytes(args), [&](std::int64_t i, Scratch scratch) {
+        attend_on_target(args, with_pairs, i / groups.count(), groups[i % groups.count()], scratch);
+      });
+}
+
 }  // namespace
 
 std::string why_not(const SparseAttentionForward& args, const Execution& execution) {
   if (args.q.dtype == DType::f64) return refusal::no_f64;
-  const AttentionSizes n = attention_sizes(args);
-  return over_limit(ForwardRow::bytes(n, HeadGroups(n.heads, n.qk_dim, kGroupHeads).max_size()),
-                    execution);
+  return over_limit(lane_bytes(args), execution);
 }
-
+std::string why_not_pairs(const SparseAttentionForward& args) {
+  return why_not_pairs_of(args.q.dtype);
+}
 std::size_t workspace_bytes(const SparseAttentionForward& args, const Execution& execution) {
-  const AttentionSizes n = attention_sizes(args);
-  return all_lanes_bytes(
-      execution, ForwardRow::bytes(n, HeadGroups(n.heads, n.qk_dim, kGroupHeads).max_size()));
+  return all_lanes_bytes(execution, lane_bytes(args));
 }
-
 void run(const SparseAttentionForward& args, const Execution& execution) {
-  const AttentionSizes n = attention_sizes(args);
-  const HeadGroups groups(n.heads, n.qk_dim, kGroupHeads);
-  const auto attend_on_target = HWY_DYNAMIC_DISPATCH(attend);
-  parallel_for(execution, n.tokens * groups.count(), ForwardRow::bytes(n, groups.max_size()),
-               [&](std::int64_t i, Scratch scratch) {
-                 attend_on_target(args, i / groups.count(), groups[i % groups.count()], scratch);
-               });
+  run_rows(args, false, execution);
+}
+void run_pairs(const SparseAttentionForward& args, const Execution& execution) {
+  run_rows(args, true, execution);
 }
 
 }  // namespace winnow::cpu

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// Inputs of bf16 that are denormal, or whose products are: they count like any others, though some
+// instructions take them for 0.
+#include <cmath>
+
+#include "tests/attention_calls.h"
+#include "tests/indexer_calls.h"
+
+namespace winnow::tests {
+namespace {
+
+/// Calls body(execution, attention) for every kernel, with an odd shape and one of the models'.
+template <class Body>
+void on_each_kernel_in_bf16(std::uint64_t seed, const Body& body) {
+  on_each_kernel("sparse_attention", [&](const Execution& execution) {
+    for (const Attention& shape :
+         {Attention{},
+          Attention{
+              .tokens = 4, .keys = 160, .heads = 5, .qk_dim = 576, .v_dim = 512, .topk = 130}}) {
+      const Attention a = filled(shape, seed);
+      const AttentionForwardWork work(a, harness::device_of(execution.backend));
+      if (!is_taken(work.args, execution)) continue;
+      SCOPED_TRACE(fmt::format("qk_dim {}", a.qk_dim));
+      body(execution, a);
+    }
+  });
+}
+
+void scale_rows(Values& values, std::int64_t row_size, std::int64_t first, std::int64_t step,
+                int exponent) {
+  for (std::size_t row = first; row * row_size < values.size(); row += step) {
+    for (std::int64_t d = 0; d < row_size; ++d) {
+      double& value = values[row * row_size + d];
+      value = std::ldexp(value, exponent);
+    }
+  }
+}
+
+/// The oracle sees the numbers that bf16 can hold.
+Attention stored(Attention a) {
+  for (Values* values : {&a.q, &a.kv, &a.d_out}) *values = as_stored(a.dtype, *values);
+  return a;
+}
+
+/// Denormal keys with logits of the usual size.
+Attention with_denormal_keys(Attention a) {
+  scale_rows(a.kv, a.qk_dim, 0, 1, -130);
+  scale_rows(a.q, a.qk_dim, 0, 1, 40);
+  a.scale = static_cast<float>(std::ldexp(a.scale_or_default(), 90));
+  return stored(a);
+}
+
+/// The same of queries.
+Attention with_denormal_queries(Attention a) {
+  scale_rows(a.q, a.qk_dim, 0, 1, -130);
+  scale_rows(a.kv, a.qk_dim, 0, 1, 40);
+  a.scale = static_cast<float>(std::ldexp(a.scale_or_default(), 90));
+  return stored(a);
+}
+
+/// Normal keys and queries, of which about half of the products are denormal, with logits of the
+/// usual size.
+Attention with_denormal_products(Attention a) {
+  scale_rows(a.kv, a.qk_dim, 0, 1, -62);
+  scale_rows(a.q, a.qk_dim, 0, 1, -64);
+  a.scale = static_cast<float>(std::ldexp(a.scale_or_default(), 126));
+  return stored(a);
+}
+
+TEST(SmallNumbers, MakeTheLogitsThatTheyShould) {
+  on_each_kernel_in_bf16(1, [](const Execution& execution, const Attention& whole) {
+    for (const Attention& a :
+         {with_denormal_keys(whole), with_denormal_queries(whole), with_denormal_products(whole)}) {
+      // Not `out`: of denormal keys it is denormal itself.
+      const AttentionOutputs outputs = forward(a, execution);
+      const AttentionOutputs expected = plain_attention(a);
+      EXPECT_TRUE(ok(compare("lse", outputs.lse, expected.lse, harness::lse_limit(a.dtype),
+                             harness::at_least_one(expected.lse))));
+      EXPECT_TRUE(
+          ok(compare("max_logits", outputs.max_logits, expected.max_logits,
+                     harness::lse_limit(a.dtype), harness::at_least_one(expected.max_logits))));
+    }
+  });
+}
+
+TEST(SmallNumbers, ValuesMayBeSmallerThanTheirProbabilitiesCanScale) {
+  // Many terms of the output are denormal, their sum is not.
+  on_each_kernel_in_bf16(2, [](const Execution& execution, const Attention& whole) {
+    Attention a = whole;
+    scale_rows(a.kv, a.qk_dim, 0, 1, -120);
+    scale_rows(a.q, a.qk_dim, 0, 1, 120);
+    const Attention small = stored(a);
+    expect_close(small, forward(small, execution), plain_attention(small));
+  });
+}
+
+TEST(SmallNumbers, ARowDoesNotDependOnThoseOfOthers) {
+  on_each_kernel_in_bf16(3, [](const Execution& execution, const Attention& whole) {
+    Attention mixed = whole;
+    scale_rows(mixed.kv, mixed.qk_dim, 5, 7, -60);
+    scale_rows(mixed.q, mixed.heads * mixed.qk_dim, 1, 2, -60);
+    const Attention a = stored(mixed);
+    const AttentionOutputs outputs = forward(a, execution);
+    expect_close(a, outputs, plain_attention(a));
+    for (std::int64_t t = 0; t < a.tokens; ++t)
+      expect_same_bits(forward(rows_of(a, t, 1), execution), rows_of(a, outputs, t, 1));
+  });
+}
+
+TEST(SmallNumbers, GradientsCountThem) {
+  on_each_kernel_in_bf16(4, [](const Execution& execution, const Attention& whole) {
+    Attention mixed = whole;  // rows of small queries between others
+    scale_rows(mixed.q, mixed.heads * mixed.qk_dim, 1, 2, -60);
+    Attention small_d_out = whole;
+    scale_rows(small_d_out.d_out, small_d_out.v_dim, 0, 1, -110);
+    for (Attention a : {with_denormal_products(whole), stored(mixed), stored(small_d_out)}) {
+      a.d_lse.clear();
+      expect_within_magnitudes(a, forward_backward(a, execution), gradients_in_double(a));
+    }
+  });
+}
+
+TEST(SmallNumbers, ScoresOfKeysBesideThemAreTheSameInSelectionAndReplay) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
+    Indexer ix = filled({.tokens = 10, .keys = 200, .heads = 32, .dim = 128, .topk = 64}, 5);
+    scale_rows(ix.k, ix.dim, 3, 5, -70);
+    scale_rows(ix.q, ix.heads * ix.dim, 2, 4, -70);
+    ix.q = as_stored(ix.dtype, ix.q);
+    ix.k = as_stored(ix.dtype, ix.k);
+    const Selected selected = select(ix, execution);
+    ix.indices = selected.indices;
+    ix.lengths = selected.lengths;
+    EXPECT_TRUE(same_bits(replay(ix, execution), selected.scores));
+    for (std::int64_t t = 0; t < ix.tokens; ++t)
+      EXPECT_TRUE(same_bits(select(rows_of(ix, t, 1), execution).scores,
+                            rows_of(ix, selected, t, 1).scores));
+  });
+}
+
+}  // namespace
+}  // namespace winnow::tests
