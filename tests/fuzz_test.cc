@@ -259,6 +259,8 @@ TEST(Refusals, OfLists) {
   refused("indices i32[8, 5]: topk must be at least 6, the longest list");
   args.pool_ids = pool_ids.tensor();
   refused("indices i32[8, 5]: topk must be at least 6");
+  args.window = kMaxInt32;
+  refused("window 2147483647: must be at most 1073741822");
   args.ratio = 0;
   refused("pool_ids i32[8, 2]: must be absent where ratio is 0");
   args.ratio = 1;
@@ -271,7 +273,7 @@ TEST(Refusals, OfLists) {
   refused("key_offset 2147483647: must be at most 2147483645");
   args.indices.shape[0] = args.lengths.shape[0] = args.pool_ids.shape[0] = 0;
   args.pool_ids.shape[1] = std::numeric_limits<std::int64_t>::max();
-  refused("pool_ids i32[0, 9223372036854775807]: pool_topk must be at most 2147483647");
+  refused("pool_ids i32[0, 9223372036854775807]: pool_topk must be at most 1073741824");
   expect_refused([] { quantize_fp8({}); }, "quantize_fp8: x absent: must be given");
   expect_refused([&] { quantize_fp8({.x = lengths.tensor(), .values = {}, .scale = {}}); },
                  "quantize_fp8: x i32[8]: must have 2 or 3 dimensions");

@@ -126,6 +126,13 @@ class TestWindowIndices:
             ({"window": 2, "ratio": 2, "key_offset": 3}, "window_indices: key_offset 3"),
             ({"window": 2, "pool_ids": torch.zeros(5, 2).int()}, "window_indices: pool_ids"),
             ({"window": 2, "ratio": -2, "topk": 4}, "window_indices: ratio -2"),
+            ({"window": 2**30 + 1}, "window_indices: window 1073741825: must be at most"),
+            ({"window": 2**30, "ratio": 2}, "window 1073741824: must be at most 1073741822"),
+            (
+                {"window": 2**30, "ratio": 2, "pool_ids": torch.zeros(5, 3).int()},
+                "window 1073741824: must be at most 1073741821",
+            ),
+            ({"window": 2, "ratio": 2, "pool_ids": torch.tensor(0).int()}, "pool_ids i32"),
         ],
     )
     def test_what_is_wrong_is_named(self, options, text):

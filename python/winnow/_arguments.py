@@ -42,6 +42,7 @@ def optional_tensor(function: str, name: str, value: Array | None) -> Tensor | N
 
 
 _LARGEST = 2**31 - 1  # the library has rows and keys as int32
+MOST_TOPK = 2**30  # slots of a row, for the library
 
 
 def check_size(function: str, name: str, value: int, least: int, most: int = _LARGEST) -> None:
@@ -55,7 +56,7 @@ def check_size(function: str, name: str, value: int, least: int, most: int = _LA
 
 
 def check_topk(function: str, topk: int) -> None:
-    check_size(function, "topk", topk, 1, 2**30)
+    check_size(function, "topk", topk, 1, MOST_TOPK)
 
 
 def check_dtype(function: str, name: str, value: Tensor, other: str, like: Tensor) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from winnow import _autograd
 from winnow._arguments import (
+    MOST_TOPK,
     Array,
     check_dtype,
     check_not_batched,
@@ -524,13 +525,16 @@ def window_indices(
     tokens = packing.tokens
     if topk is None:
         pools = 0
-        if ratio and pool_ids is None:
+        if pool_ids is not None:
+            pools = pool_ids.shape[-1] if pool_ids.dim() else 0  # the library refuses no dimensions
+        elif ratio:
             if packing.batch_tokens is None:
                 raise ValueError(
                     "window_indices: topk None: must be given where the packing has query_rows"
                 )
             pools = packing.batch_tokens // ratio
-        topk = window + (pools if pool_ids is None else pool_ids.shape[-1])
+        check_size("window_indices", "window", window, 0, MOST_TOPK - pools)
+        topk = window + pools
     check_topk("window_indices", topk)
     indices, lengths = _ops.window_indices(
         packing.cu_seqlens,

@@ -77,7 +77,8 @@ Checked<WindowIndices> checked(const WindowIndices& args) {
   check.in_range("key_offset", args.key_offset, 0, kMaxInt32);
   if (args.pool_ids) {
     if (args.ratio == 0) check.fail("pool_ids", describe(args.pool_ids), refusal::needs_pools);
-    check.dim_in_range("pool_topk", 0, kMaxInt32);
+    check.dim_in_range("pool_topk", 0, kMaxTopk);
+    check.in_range("window", args.window, 0, kMaxTopk - check.dim("pool_topk"));
     check.dim_in_range("topk", args.window + check.dim("pool_topk"), kMaxTopk);
   }
   check_documents(check, args.cu_seqlens, args.cu_seqlens_padded, args.query_rows);
