@@ -2,7 +2,10 @@
 """The differentiable functions against plain torch: forward, gradients, edge cases, errors."""
 
 import math
+import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from cases import (
@@ -481,6 +484,33 @@ def test_errors_name_what_is_wrong(name, changes, error, text):
     # index_loss calls index_target first.
     with pytest.raises(error, match=f"^({name}|index_target).*{text}"):
         call(name, **changes)
+
+
+@pytest.mark.parametrize(
+    "name", ["sparse_attention", "index_loss", "index_target", "dense_index_loss"]
+)
+class TestScale:
+    @pytest.mark.parametrize("scale", ["1", [1.0], 1j, True, torch.ones(2)])
+    def test_must_be_a_number(self, name, scale):
+        with pytest.raises(TypeError, match=rf"^{name}: scale {re.escape(repr(scale))}: must be a"):
+            call(name, scale=scale)
+
+    @pytest.mark.parametrize("scale", [1, np.float32(1), Fraction(1), torch.tensor(1.0)])
+    def test_may_be_any_number(self, name, scale):
+        results = call(name, scale=scale), call(name, scale=1.0)
+        assert_equal(*(x[0] if isinstance(x, tuple) else x for x in results))
+
+    def test_has_no_gradient(self, name):
+        with pytest.raises(NotImplementedError, match=f"^{name}: scale requires gradients: there"):
+            call(name, scale=torch.ones((), requires_grad=True))
+
+
+@pytest.mark.parametrize("size", [2.5, torch.tensor(2.0), torch.ones(2).int()])
+def test_sizes_must_be_integers(size):
+    with pytest.raises(TypeError, match="^index_topk: topk .*: must be an integer"):
+        call("index_topk", topk=size)
+    with pytest.raises(TypeError, match="^index_target: key_offset .*: must be an integer"):
+        call("index_target", key_offset=size)
 
 
 @pytest.mark.parametrize("size", [2**31, 2**40, 2**70])

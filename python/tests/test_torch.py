@@ -131,6 +131,17 @@ class TestCompile:
             expected = chosen(q, k, weights, packing.cu_seqlens)
             assert_equal(compiled(q, k, weights, packing.cu_seqlens), expected)
 
+    def test_scale_may_be_made_of_sizes(self):
+        def attention(q, kv, indices):
+            return winnow.sparse_attention(q, kv, indices, scale=q.shape[0] ** -0.5).out
+
+        compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+        random = Random(2)
+        for tokens in (5, 9):
+            q, kv = random.normal(tokens, 3, 16), random.normal(7, 16)
+            indices = random.lists(tokens, 4, 7)
+            assert_equal(compiled(q, kv, indices), attention(q, kv, indices))
+
     def test_automodel(self):
         def attention(q, kv, sink, indices):
             whole = automodel.sparse_attn_tilelang(q, kv, sink, indices)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks and conversions of arguments that the C++ library does not see; it checks the others."""
 
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -47,7 +47,11 @@ MOST_TOPK = 2**30  # slots of a row, for the library
 
 def check_size(function: str, name: str, value: int, least: int, most: int = _LARGEST) -> None:
     """Before outputs of that size are allocated."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, Integral, Tensor)):
+    if isinstance(value, Tensor):
+        integer = value.numel() == 1 and not value.is_floating_point()
+    else:
+        integer = isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool)
+    if not integer:
         raise TypeError(f"{function}: {name} {value!r}: must be an integer")
     if value < least:
         raise ValueError(f"{function}: {name} {value}: must be at least {least}")
@@ -57,6 +61,19 @@ def check_size(function: str, name: str, value: int, least: int, most: int = _LA
 
 def check_topk(function: str, topk: int) -> None:
     check_size(function, "topk", topk, 1, MOST_TOPK)
+
+
+def check_number(function: str, name: str, value: float) -> None:
+    """Before torch converts it."""
+    if isinstance(value, Tensor):
+        number = value.numel() == 1
+        if number and torch.is_grad_enabled() and value.requires_grad:
+            raise NotImplementedError(f"{function}: {name} requires gradients: there are none")
+    else:
+        real = isinstance(value, (float, int, torch.SymFloat, torch.SymInt, Real))
+        number = real and not isinstance(value, bool)
+    if not number:
+        raise TypeError(f"{function}: {name} {value!r}: must be a number")
 
 
 def check_dtype(function: str, name: str, value: Tensor, other: str, like: Tensor) -> None:
