@@ -131,6 +131,13 @@ def test_memory_that_is_not_there_is_told_with_its_size():
     assert (code, told) == (1, "winnow: out of memory: there are no 4.00 GiB left\n")
 
 
+def test_more_memory_than_the_machine_has_left_is_not_asked_for(no_matrix_product):
+    """Linux would promise it, and kill the program when it is used."""
+    ran = tool("bench sparse_attention --backend cpu --tokens 2147483648")
+    told = r"winnow: out of memory: 16.0 TiB are needed, \S+ [GM]iB are left\n"
+    assert ran.returncode == 1 and re.fullmatch(told, ran.stderr), ran.stderr
+
+
 @pytest.mark.parametrize(
     "words, sentence",
     [
