@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing and window_indices of the package against the formulas in plain torch."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +96,47 @@ def test_what_is_wrong_is_named(arguments, error, text):
 def test_ratio_is_checked():
     with pytest.raises(ValueError, match="Packing.windows: ratio 0: must be at least 1"):
         winnow.Packing(offsets([3, 2])).windows(0)
+
+
+class TestRowsWithoutAGroup:
+    """As with one: packing.shard and gather_keys refuse another number of rows."""
+
+    @pytest.mark.parametrize(
+        ("ratio", "rows"), [(1, 5), (2, 2), ((1, 2), 7)], ids=["rows", "pools", "both"]
+    )
+    def test_keys_must_be_those_of_the_batch(self, ratio, rows):
+        packing = winnow.Packing(offsets([3, 2]))
+        x = torch.zeros(rows, 8)
+        assert (
+            packing.shard(x, ratio) is x and winnow.gather_keys(x, packing, ratio=ratio).whole is x
+        )
+        for wrong in (torch.zeros(rows + 1, 8), torch.zeros(rows - 1, 8), torch.zeros(())):
+            told = rf"{re.escape(str(list(wrong.shape)))}: must have {rows} rows, those of"
+            with pytest.raises(ValueError, match=f"^Packing.shard: x {told} the whole batch$"):
+                packing.shard(wrong, ratio)
+            with pytest.raises(ValueError, match=f"^gather_keys: x {told} this rank "):
+                winnow.gather_keys(wrong, packing, ratio=ratio)
+
+    def test_query_rows_do_not_say_how_many_keys_there_are(self):
+        packing = winnow.Packing(offsets([3, 2]), query_rows=torch.tensor([4]).int())
+        assert winnow.gather_keys(torch.zeros(6, 8), packing).whole.shape == (6, 8)
+
+    def test_what_has_no_rows_is_named(self):
+        packing = winnow.Packing(offsets([3, 2]))
+        with pytest.raises(TypeError, match=r"^Packing.shard: x is a list: must be a tensor"):
+            packing.shard([1.0] * 5)
+        with pytest.raises(TypeError, match="ratio 2.0: must be an integer"):
+            packing.shard(torch.zeros(5, 8), 2.0)
+
+    def test_the_check_is_traced(self):
+        def double(x, packing):
+            return 2 * winnow.gather_keys(packing.shard(x), packing).whole
+
+        torch._dynamo.reset()
+        compiled = torch.compile(double, fullgraph=True, dynamic=True, backend="aot_eager")
+        for lengths in ([3, 4], [5, 1, 6]):
+            x = torch.ones(sum(lengths), 8)
+            assert_equal(compiled(x, winnow.Packing(offsets(lengths))), 2 * x)
 
 
 class TestWindowIndices:

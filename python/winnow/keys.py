@@ -97,24 +97,34 @@ def gather_keys(x: Array, packing: Packing, *, ratio: Ratios = 1, regather: bool
     if not torch.is_grad_enabled():
         x = x.detach()  # so that an operator called later, with gradients enabled, finds none
     layout = packing.layout(ratio)
+    wrong_rows = _wrong_rows(x, packing.own_keys(ratio))
     if layout is not None:
         gradient = "with" if x.requires_grad else "without"
         width = "".join(f", {n}" for n in x.shape[1:])
         ratios = " and ".join(map(str, ratios_of(ratio)))
         signature = f"x {x.dtype} [rows{width}] of ratio {ratios} {gradient} gradient"
-        layout.ranks.agree_on_keys(layout.function, x.device, signature, _mistake(x, layout))
+        layout.ranks.agree_on_keys(
+            layout.function, x.device, signature, _mistake(x, layout) or wrong_rows
+        )
+    elif wrong_rows:
+        raise ValueError(f"gather_keys: {wrong_rows}")
     return Keys(x, layout, regather)
 
 
 def _mistake(x: Tensor, layout: Layout) -> str:
-    """An error message for the keys of this rank, whatever the others have; empty if valid."""
+    """An error message for where the keys of this rank are; empty if valid."""
     if x.device != layout.device:
         return f"x on {x.device}: must be on {layout.device}, as cu_seqlens"
     if x.device.type not in layout.ranks.backends:
         return f"x on {x.device}: must be on {' or '.join(layout.ranks.backends)}, as the group"
-    if not x.dim() or len(x) != len(layout.own):
-        return (
-            f"x {list(x.shape)}: must have {len(layout.own)} rows, those of this rank"
-            " (packing.shard takes them from a whole tensor)"
-        )
     return ""
+
+
+def _wrong_rows(x: Tensor, rows: int | None) -> str:
+    """Likewise; any number of rows is right where it is not known."""
+    if rows is None or (x.dim() and x.shape[0] == rows):
+        return ""
+    return (
+        f"x {list(x.shape)}: must have {rows} rows, those of this rank"
+        " (packing.shard takes them from a whole tensor)"
+    )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from winnow._arguments import Array, check_size, optional_tensor, tensor
 from winnow.parallel import Layout, Ranks, check_group
-from winnow.shards import Documents, Ratios, Shards, check_sharding
+from winnow.shards import Documents, Ratios, Shards, check_sharding, ratios_of
 
 
 class Windows(NamedTuple):
@@ -112,6 +112,21 @@ class Packing:
         """The number of keys (rows or pools) of all ranks; None if this rank has all of them."""
         return None if self._shards is None else self._shards.keys(ratio)
 
+    def own_keys(self, ratio: Ratios = 1) -> int | None:
+        """The number of keys of this rank: rows (ratio 1), pools, or with several ratios all of
+        these. Without a group this is unknown (None) with query_rows, and for pools if it would be
+        read from a GPU or while Dynamo traces."""
+        layout = self.layout(ratio)
+        if layout is not None:
+            return len(layout.own)
+        total = 0
+        for each in ratios_of(ratio):
+            count = self.batch_tokens if each == 1 else self._pools(each)
+            if count is None:
+                return None
+            total += count
+        return total
+
     @property
     def rows(self) -> Tensor:
         """[tokens] int32: the global rows of the queries; with a group, ascending."""
@@ -121,15 +136,14 @@ class Packing:
 
     def shard(self, x: Tensor, ratio: Ratios = 1) -> Tensor:
         """The rows (with a ratio, the pools) of this rank of a tensor of the whole batch."""
+        x = tensor("Packing.shard", "x", x)
         layout = self.layout(ratio)
-        if layout is None:
-            return x
-        if not x.dim() or len(x) != layout.size:
+        rows = self.own_keys(ratio) if layout is None else layout.size
+        if rows is not None and (not x.dim() or len(x) != rows):
             raise ValueError(
-                f"Packing.shard: x {list(x.shape)}: must have {layout.size} rows, those of the"
-                " whole batch"
+                f"Packing.shard: x {list(x.shape)}: must have {rows} rows, those of the whole batch"
             )
-        return x.index_select(0, layout.own.to(x.device))
+        return x if layout is None else x.index_select(0, layout.own.to(x.device))
 
     def pool_rows(self, ratio: int) -> Tensor:
         """[pools, ratio]: the rows of every pool of this rank, as indices into its tensors.
@@ -188,6 +202,11 @@ class Packing:
             )
         shards = Shards(ranks, documents, tokens, sharding, multiple)
         return shards if ranks.size > 1 else None
+
+    def _pools(self, ratio: int) -> int | None:
+        """The number of pools of this rank, if it can be had without waiting for a GPU."""
+        on_host = self.cu_seqlens.is_cpu and not torch.compiler.is_compiling()
+        return len(self.pool_rows(ratio)) if on_host or ratio in self._pool_rows else None
 
     def _first_rows_of_pools(self, ratio: int) -> Tensor:
         """[pools of this rank], on the host, as indices into tensors of this rank."""
