@@ -260,6 +260,13 @@ def test_without_torch_names_say_what_is_missing():
     assert done.stderr.endswith(told)
 
 
+def test_without_torch_the_program_says_what_is_missing():
+    code = "import sys, runpy; sys.modules['torch'] = None; runpy.run_module('winnow.__main__')"
+    done = python(code)
+    told = "winnow: python -m winnow needs PyTorch from 2.6 on: pip install torch\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", told)
+
+
 def test_a_library_of_another_version_is_refused(tmp_path):
     shutil.copytree(os.path.dirname(winnow.__file__), tmp_path / "winnow")
     changes = {

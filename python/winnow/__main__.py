@@ -12,7 +12,10 @@ import signal
 import sys
 from pathlib import Path
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit("winnow: python -m winnow needs PyTorch from 2.6 on: pip install torch")
 
 import winnow
 from winnow import _bench, _check, _lib
