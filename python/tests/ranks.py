@@ -24,6 +24,7 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torch.distributed", "pytest", "hypothesis", "winnow"])
 
 PATIENCE = 120  # seconds per call
+GRACE = 2  # seconds in which ranks may end by themselves
 
 
 class Failure(str):
@@ -52,7 +53,7 @@ def _serve(
     while True:
         try:
             function, args, options = pickle.loads(connection.recv_bytes())
-        except EOFError:  # the parent process has ended
+        except (EOFError, ConnectionResetError):  # the parent process has ended, or wants no more
             return
         try:
             answer = function(*args, **options)
@@ -93,6 +94,14 @@ class Ranks:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        """A rank that waits for a call ends by itself and unlinks its semaphores: tqdm makes one
+        where something is compiled. Those of a killed rank are left to the resource tracker, which
+        warns of them when this program ends."""
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + GRACE
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0))
         for process in self.processes:
             process.kill()
         for process in self.processes:

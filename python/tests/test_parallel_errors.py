@@ -5,9 +5,11 @@ Functions whose names begin with an underscore run in the ranks.
 """
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +153,20 @@ def _refusals() -> None:
 
 def test_what_is_wrong_is_named(two_ranks):
     two_ranks(_refusals)
+
+
+def _make_a_lock() -> str:
+    global _lock
+    _lock = multiprocessing.get_context("forkserver").RLock()
+    return _lock._semlock.name
+
+
+def test_ranks_leave_no_semaphore_behind(tmp_path):
+    """The resource tracker would warn of it behind the last line of all tests."""
+    with Ranks(2, str(tmp_path / "store")) as ranks:
+        files = [Path("/dev/shm/sem." + name.lstrip("/")) for name in ranks(_make_a_lock)]
+        assert all(file.exists() for file in files)
+    assert not any(file.exists() for file in files)
 
 
 TIMEOUT = 4.0
