@@ -100,8 +100,15 @@ def test_more_heads_of_keys_are_refused(name, call):
     [
         ({"indexer_topk": 512}, NotImplementedError, "indexer_topk 512: must be 0"),
         ({"is_causal": True, "seqlens": 3}, TypeError, "is_causal, seqlens: not among the argume"),
-        ({"sm_scale": None}, ValueError, "sm_scale None: must be a number other than 0"),
-        ({"sm_scale": 0.0}, ValueError, "sm_scale 0.0: must be a number other than 0"),
+        ({"sm_scale": None}, TypeError, "sm_scale None: must be a number"),
+        ({"sm_scale": "1"}, TypeError, "sm_scale '1': must be a number"),
+        ({"sm_scale": 0.0}, ValueError, "sm_scale 0.0: must not be 0"),
+        ({"q": [1.0]}, TypeError, "q is a list: must be a tensor"),
+        ({"q": torch.zeros(16)}, ValueError, r"q \[16\]: must be \[s_q, h_q, d_qk\]"),
+        ({"kv": None}, TypeError, "kv is a NoneType: must be a tensor"),
+        ({"indices": [0]}, TypeError, "indices is a list: must be a tensor"),
+        ({"topk_length": 3}, TypeError, "topk_length is a int: must be a tensor"),
+        ({"d_v": "8"}, TypeError, "d_v '8': must be an integer"),
         ({"d_v": 512}, ValueError, "d_v 512: must be at most 16, the channels of q"),
         (
             {"indices": torch.zeros(4, 1, 3).long()},

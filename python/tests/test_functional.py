@@ -408,6 +408,7 @@ def call(name: str, **changes):
         ("index_topk", {"k_scale": torch.ones(5)}, ValueError, "k_scale f32.*must be absent"),
         ("index_loss", {"reduction": "max"}, ValueError, "reduction 'max': must be one of mean"),
         ("index_loss", {"scale": 0.0}, ValueError, "scale 0: must be given"),
+        ("index_loss", {"head_group": "heads"}, TypeError, "head_group is a str: must be a torch"),
         (
             "index_loss",
             {"selection": winnow.Selection(torch.zeros(5, 3).int(), None, None)},

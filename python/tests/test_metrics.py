@@ -142,6 +142,7 @@ class TestSelections:
         ({"rows": torch.tensor([-1])}, "on_rows: rows from -1 to -1"),
         ({"key_offset": -1}, "on_rows: key_offset -1"),
         ({"packing": winnow.Packing(offsets([3]))}, "on_rows: packing of 3 rows: must have 20"),
+        ({"head_group": "heads"}, "on_rows: head_group is a str: must be a torch.distributed.Proc"),
     ],
 )
 def test_refusals_name_the_argument(change, text):

@@ -96,6 +96,9 @@ def test_what_is_wrong_is_named(arguments, error, text):
 def test_ratio_is_checked():
     with pytest.raises(ValueError, match="Packing.windows: ratio 0: must be at least 1"):
         winnow.Packing(offsets([3, 2])).windows(0)
+    for ratio in ([2], 1.0, True):
+        with pytest.raises(TypeError, match="Packing.windows: ratio .*: must be an integer"):
+            winnow.Packing(offsets([3, 2])).windows(ratio)
 
 
 class TestRowsWithoutAGroup:

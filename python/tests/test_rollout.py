@@ -184,8 +184,11 @@ def test_wrong_arguments_are_refused():
     packing = winnow.Packing(offsets([3, 2]))
     with pytest.raises(TypeError, match="Replay: packing is a int: must be a Packing$"):
         Replay(ZEROS, 5)
-    for layer in (-1, 2):
-        with pytest.raises(ValueError, match=f"Replay: layer {layer}: must be from 0 to 1$"):
+    for layer, allowed in {-1: "at least 0", 2: "at most 1"}.items():
+        with pytest.raises(ValueError, match=f"Replay: layer {layer}: must be {allowed}$"):
             Replay(ZEROS, packing).layer(layer)
+    for no_layer in ("0", None, True):
+        with pytest.raises(TypeError, match=f"Replay: layer {no_layer!r}: must be an integer$"):
+            Replay(ZEROS, packing).layer(no_layer)
     with pytest.raises(ValueError, match="Replay: ratio 0: must be at least 1$"):
         Replay(ZEROS, packing).layer(0, ratio=0)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from winnow._arguments import one_head
+from winnow._arguments import check_number, check_size, one_head, optional_tensor, tensor
 from winnow.functional import sparse_attention
 
 _NAME = "flash_mla_sparse_fwd"
@@ -57,8 +57,16 @@ def flash_mla_sparse_fwd(
         raise TypeError(f"{_NAME}: {', '.join(unknown)}: not among the arguments that winnow knows")
     if indexer_topk != 0:
         raise NotImplementedError(f"{_NAME}: indexer_topk {indexer_topk}: must be 0")
-    if not sm_scale:
-        raise ValueError(f"{_NAME}: sm_scale {sm_scale}: must be a number other than 0")
+    check_number(_NAME, "sm_scale", sm_scale)
+    if sm_scale == 0:
+        raise ValueError(f"{_NAME}: sm_scale {sm_scale}: must not be 0")
+    check_size(_NAME, "d_v", d_v, 1)
+    q, kv, indices = (
+        tensor(_NAME, name, x) for name, x in (("q", q), ("kv", kv), ("indices", indices))
+    )
+    topk_length = optional_tensor(_NAME, "topk_length", topk_length)
+    if q.dim() != 3:
+        raise ValueError(f"{_NAME}: q {list(q.shape)}: must be [s_q, h_q, d_qk]")
     for name, x in (("indices", indices), ("topk_length", topk_length)):
         if x is not None and x.dtype != torch.int32:
             raise ValueError(f"{_NAME}: {name} has dtype {x.dtype}: must be int32")

@@ -44,6 +44,7 @@ from winnow._key_arguments import (
 )
 from winnow.keys import Keys
 from winnow.packing import Packing
+from winnow.parallel import check_group
 from winnow.results import Attention, CountedLoss, IndexList, Quantized, Selection
 
 __all__ = [
@@ -370,6 +371,8 @@ def index_loss(  # type: ignore[misc]
     indices, scores, lengths, _ = selection
     if scores is None:
         raise ValueError("index_loss: selection without scores: must come with scores")
+    if head_group is not None:
+        check_group("index_loss", "head_group", head_group)
     run = _autograd.Run(backend, None)
     with torch.no_grad():
         target = _index_target(selection, q, kv, lse, sink, target, scale, key_offset, run)

@@ -16,6 +16,7 @@ from winnow._key_arguments import check_rows, check_selection, values_of
 from winnow.functional import Selection, index_target, sparse_attention
 from winnow.keys import Keys
 from winnow.packing import Packing
+from winnow.parallel import check_group
 
 _SLOTS = 1 << 22  # of dense lists that exist at a time
 
@@ -53,6 +54,8 @@ def recall_of_mass(
         head_group: a torch.distributed group over whose ranks the heads are split.
     """
     lse = tensor("recall_of_mass", "lse", lse).detach()
+    if head_group is not None:
+        check_group("recall_of_mass", "head_group", head_group)
     target = index_target(
         selection, q, kv, lse, scale=scale, key_offset=key_offset, backend=backend
     )
@@ -88,6 +91,8 @@ def on_rows(
     q, kv = tensor("on_rows", "q", q).detach(), values_of("on_rows", "kv", kv).detach()
     check_rows("on_rows", packing, q)
     check_size("on_rows", "key_offset", key_offset, 0)
+    if head_group is not None:
+        check_group("on_rows", "head_group", head_group)
     rows = _row_numbers(tensor("on_rows", "rows", rows), len(q))
     begin, end = (x[rows] for x in packing.windows(ratio))
     width = max(int((end - begin).max()), 1) if rows.numel() else 1

@@ -165,8 +165,8 @@ class Packing:
         those of consecutive documents follow each other, and a row sees the pools of its document
         that are complete at its position.
         """
+        check_size("Packing.windows", "ratio", ratio, 1)
         if ratio not in self._windows:
-            check_size("Packing.windows", "ratio", ratio, 1)
             self._windows[ratio] = self._make_windows(self.tokens, ratio)
         return self._windows[ratio]
 

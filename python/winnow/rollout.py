@@ -66,8 +66,7 @@ class Replay:
                 document.
         """
         layers, topk = self._parts[0].shape[1:]
-        if not 0 <= layer < layers:
-            raise ValueError(f"Replay: layer {layer}: must be from 0 to {layers - 1}")
+        check_size("Replay", "layer", layer, 0, layers - 1)
         check_size("Replay", "ratio", ratio, 1)
         device = self._parts[0].device
         positions = torch.cat([part[:, layer] for part in self._parts])
