@@ -361,7 +361,7 @@ void add_bench(CLI::App& app, int&) {
       ->transform(whole_number(std::int64_t{1}, std::int64_t{1} << 20));
 
   const auto size = [&](const char* name, std::optional<std::int64_t>& value, const char* what,
-                        std::int64_t most = std::int64_t{1} << 31) {
+                        std::int64_t most = (std::int64_t{1} << 31) - 1) {
     command->add_option(name, value, what)
         ->transform(whole_number(std::int64_t{1}, most))
         ->group("Sizes instead of the case's");

@@ -133,7 +133,7 @@ def test_memory_that_is_not_there_is_told_with_its_size():
 
 def test_more_memory_than_the_machine_has_left_is_not_asked_for(no_matrix_product):
     """Linux would promise it, and kill the program when it is used."""
-    ran = tool("bench sparse_attention --backend cpu --tokens 2147483648")
+    ran = tool("bench sparse_attention --backend cpu --tokens 2147483647")
     told = r"winnow: out of memory: 16.0 TiB are needed, \S+ [GM]iB are left\n"
     assert ran.returncode == 1 and re.fullmatch(told, ran.stderr), ran.stderr
 
@@ -149,6 +149,7 @@ def test_more_memory_than_the_machine_has_left_is_not_asked_for(no_matrix_produc
         ("run --seed -1", "--seed: -1 is not from 0 to 18446744073709551615"),
         ("check --seed 18446744073709551616", "--seed: 18446744073709551616 is not from 0 to"),
         ("run --seed 1.5", "--seed: '1.5' is not a whole number"),
+        ("bench --tokens 2147483648", "--tokens: 2147483648 is not from 1 to 2147483647"),
         ("bench --threads 1e2", "--threads: '1e2' is not a whole number"),
         ("plan --model glm-5.2 --tokens 8,x --ranks 2", "--tokens: 'x' is not a whole number"),
     ],
