@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m winnow report`: what is on the page, and how a browser lays it out."""
 
+import errno
 import html.parser
 import json
 import os
@@ -13,6 +14,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+import winnow
+from winnow import _lib
 from winnow.__main__ import main
 from winnow.report import measure, page
 
@@ -188,19 +191,33 @@ def test_other_files_are_refused(tmp_path, capsys, content, said):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_failed_write_leaves_the_page_that_was_there(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_page_that_was_there(tmp_path, monkeypatch, capsys):
     (tmp_path / "run.json").write_text(json.dumps(RUN))
     output = tmp_path / "report.html"
     output.write_text("before")
 
     def refuse(*paths):
-        raise OSError("no")
+        raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(OSError, match="no"):
-        main(["report", str(tmp_path / "run.json"), "--output", str(output)])
+    assert main(["report", str(tmp_path / "run.json"), "--output", str(output)]) == 1
+    assert capsys.readouterr().err == f"winnow: cannot write {output}: no space\n"
     assert output.read_text() == "before"
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "report.html"}
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measure, "measure", lambda device: {})
+    words = ["report", "--measure", "--keep", str(tmp_path / "none" / "kept.json")]
+    assert main(words) == 1
+    told = f"winnow: cannot write {tmp_path}/none/kept.json: No such file or directory\n"
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.skipif("cuda" in winnow.backends(), reason="the cuda backend is here")
+def test_a_device_that_is_not_here_is_named(capsys):
+    assert main(["report", "--measure", "--device", "cuda"]) == 1
+    assert capsys.readouterr().err == f"winnow: {_lib.backend_why_not('cuda')}\n"
 
 
 def test_links_and_devices_stay_what_they_are(tmp_path):

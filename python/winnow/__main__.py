@@ -71,9 +71,18 @@ def _add_report(commands) -> None:
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="to measure on")
 
 
+class _NotWritten(Exception):
+    """A file could not be written; the message says which and why."""
+
+
 def _write(path: Path, text: str) -> None:
-    with written_whole(path) as file:
-        file.write(text.encode())
+    try:
+        with written_whole(path) as file:
+            file.write(text.encode())
+    except BrokenPipeError:  # path leads to stdout, whose reader has gone
+        raise
+    except OSError as error:
+        raise _NotWritten(f"cannot write {path}: {error.strerror}") from error
 
 
 def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
@@ -90,12 +99,12 @@ def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
         files = [page.read(file) for file in given.files]
         if given.measure:
             if reason := _lib.backend_why_not(given.device):
-                parser.error(reason)
+                raise page.ReportError(reason)
             files.append(measure.measure(given.device))
         if given.keep:
             _write(given.keep, json.dumps(files[-1]))
         _write(given.output, page.page(files))
-    except page.ReportError as error:
+    except (page.ReportError, _NotWritten) as error:
         print(f"winnow: {error}", file=sys.stderr)
         return 1
     print(f"wrote {given.output}")
