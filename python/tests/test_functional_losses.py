@@ -11,6 +11,7 @@ from cases import (
     assert_equal,
     assert_near,
     backward,
+    f32,
     f64,
     indexers,
     leaves,
@@ -238,3 +239,34 @@ class TestDenseIndexLoss:
             return winnow.dense_index_loss(q, kv, *tensors, packing, scale=SCALE, reduction="none")
 
         assert torch.autograd.gradcheck(loss, inputs)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_backends_agree_on_a_sink_that_is_not_finite(value):
+    random, packing = Random(11), winnow.Packing(offsets([5, 4]))
+    q, kv = random.normal(9, 3, 16, dtype=f32), random.normal(9, 16, dtype=f32)
+    index_q, index_k = random.normal(9, 2, 8, dtype=f32), random.normal(9, 8, dtype=f32)
+    weights, sink = random.normal(9, 2, dtype=f32), random.normal(3, dtype=f32)
+    sink[1] = value
+
+    def results(backend: str) -> dict[str, torch.Tensor]:
+        inputs, indexer = leaves(q, kv, sink), leaves(index_q, index_k, weights)
+        options = {"scale": SCALE, "sink": inputs[2], "backend": backend}
+        selection = winnow.index_topk(*indexer, packing, topk=4, backend=backend)
+        out, lse, _ = winnow.sparse_attention(*inputs[:2], selection, **options)
+        of_rows = options | {"reduction": "none"}
+        sparse = winnow.index_loss(selection, q, kv, lse, **of_rows)
+        dense = winnow.dense_index_loss(q, kv, *indexer, packing, **of_rows)
+        named = {"out": out, "lse": lse, "sparse": sparse, "dense": dense}
+        named["target"] = winnow.index_target(selection, q, kv, lse, **options)
+        named |= zip(("d_q", "d_kv", "d_sink"), torch.autograd.grad(out.sum(), inputs), strict=True)
+        for name, loss in {"sparse": sparse, "dense": dense}.items():
+            gradients = torch.autograd.grad(loss.sum(), indexer)
+            named |= {f"{name} {i}": gradient for i, gradient in enumerate(gradients)}
+        return named
+
+    expected = results("reference")
+    for name in ("out", "d_q", "d_sink", "target", "sparse", "dense"):
+        assert expected[name].isnan().any() == math.isnan(value), name
+    for name, actual in results("cpu").items():
+        torch.testing.assert_close(actual, expected[name], rtol=1e-4, atol=1e-5, equal_nan=True)
