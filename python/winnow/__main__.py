@@ -14,7 +14,9 @@ from pathlib import Path
 
 try:
     import torch
-except ModuleNotFoundError:
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
     sys.exit("winnow: python -m winnow needs PyTorch from 2.6 on: pip install torch")
 
 import winnow
