@@ -2,6 +2,8 @@
 // Whether the CPU, on the SIMD target that is chosen at run time, multiplies pairs of bf16.
 #include "cpu/bf16_pairs.h"
 
+#include <algorithm>
+
 #include <fmt/format.h>
 
 #include "core/refusals.h"
@@ -40,8 +42,13 @@ bool has_instructions() {
 
 }  // namespace
 
-std::string why_not_pairs_of(DType dtype) {
-  if (dtype != DType::bf16) return fmt::format(refusal::takes_dtypes, "bf16");
+std::string why_not_pairs_of(DType dtype, std::initializer_list<DType> taken) {
+  if (std::find(taken.begin(), taken.end(), dtype) == taken.end()) {
+    std::string names;
+    for (const DType each : taken)
+      names += (names.empty() ? "" : " and ") + std::string(name(each));
+    return fmt::format(refusal::takes_dtypes, names);
+  }
   if (!HWY_DYNAMIC_DISPATCH(target_multiplies_pairs)() || !has_instructions())
     return refusal::needs_avx512_bf16;
   return {};

@@ -5,6 +5,7 @@
 // and relu, weight and the sum over heads need no operation across lanes. Every lane sums in the
 // same order: channels first, then heads. So the bits of a score do not depend on the position of
 // the key in its panel, and selection and replay return the same ones.
+#include <algorithm>
 #include <cstdint>
 
 #include <hwy/highway.h>
@@ -53,11 +54,26 @@ inline void widen_index_row(DType dtype, const void* from, float* to, std::int64
   widen_row(dtype, from, to, count);
 }
 
+/// Makes padded pairs of a row of bf16 or fp8. `scratch` has room for it in fp32.
+inline void load_index_pairs(DType dtype, const void* from, Bf16Pair* to, std::int64_t count,
+                             float* scratch) {
+  if (dtype != DType::f8_e4m3) return load_padded(dtype, from, to, count);
+  widen_float8_row(from, scratch, count);
+  narrow_row(scratch, 1, reinterpret_cast<BFloat16*>(to), count);
+  const std::int64_t pairs = elements_of<Bf16Pair>(count);
+  std::fill(to + pairs, to + padded_columns(pairs), Bf16Pair{});
+}
+
+/// The scale of key s.
+inline float scale_of(const Tensor& k_scale, std::int64_t s) {
+  return static_cast<const float*>(k_scale.data)[s * k_scale.stride[0]];
+}
+
 /// Converts key s to fp32 and multiplies it by its scale, if there is one.
 inline void widen_key(const Tensor& k, const Tensor& k_scale, std::int64_t s, float* to) {
   widen_index_row(k.dtype, row_of(k, s), to, k.shape[1]);
   if (!k_scale) return;
-  const float scale = static_cast<const float*>(k_scale.data)[s * k_scale.stride[0]];
+  const float scale = scale_of(k_scale, s);
   for (std::int64_t d = 0; d < k.shape[1]; ++d) to[d] *= scale;
 }
 

@@ -9,7 +9,8 @@
 //
 // Kernel `simd` multiplies fp32 numbers. Kernel `avx512_bf16` multiplies pairs of bf16, but numbers
 // where denormals, which count as 0 in products of pairs, could occur. Which of the two depends on
-// the query row and the key alone, as their score does.
+// the query row and the key alone, as their score does. bf16 holds fp8 exactly; there the key's
+// scale is a factor of the score, where it is not negative.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -84,7 +85,9 @@ struct IndexForwardPlan {
     if (parts_bytes() + threads * scratch_bytes() > execution.workspace_limit) parts = 1;
   }
   /// Whether there is a kernel for such inputs that needs memory for pairs.
-  static bool may_have_pairs(const IndexTopkForward& args) { return args.q.dtype == DType::bf16; }
+  static bool may_have_pairs(const IndexTopkForward& args) {
+    return args.q.dtype == DType::bf16 || args.q.dtype == DType::f8_e4m3;
+  }
   /// Distance between rows of channels, in elements.
   template <class Element>
   std::int64_t stride() const {
@@ -135,8 +138,10 @@ class IndexQuery {
     if (!plan.with_pairs) return;
     const std::int64_t stride = plan.stride<Bf16Pair>();
     pairs_ = scratch.take<Bf16Pair>(plan.heads * stride);
-    for (std::int64_t h = 0; h < plan.heads; ++h)
-      load_padded(args.q.dtype, row_of(args.q, t, h), pairs_.data() + h * stride, plan.dim);
+    for (std::int64_t h = 0; h < plan.heads; ++h) {
+      load_index_pairs(args.q.dtype, row_of(args.q, t, h), pairs_.data() + h * stride, plan.dim,
+                       numbers_.data());
+    }
     suits_pairs_ =
         keep_products_normal(pairs_.data(), stride, plan.heads, elements_of<Bf16Pair>(plan.dim));
   }
@@ -205,6 +210,9 @@ class KeyPanel {
       if (query.suits_pairs()) {
         score_panel(query.pairs(), pairs_->stride, query.weights(), plan_.heads, pairs_->depth,
                     pairs_->panel.data(), products_.data(), scores_.data());
+        if (args_.k_scale) {
+          for (std::int64_t i = 0; i < kPanelColumns; ++i) scores_[i] *= scales_[i];
+        }
         if (all_suit_pairs_) return;
         score_numbers(query, scores_of_numbers_.data());
         for (std::int64_t i = 0; i < kPanelColumns; ++i) {
@@ -224,9 +232,11 @@ class KeyPanel {
       if (keys_[i] < 0) {
         std::fill_n(row, padded_columns(pairs_->depth), Bf16Pair{});
       } else {
-        load_padded(args_.k.dtype, row_of(args_.k, keys_[i]), row, plan_.dim);
+        load_index_pairs(args_.k.dtype, row_of(args_.k, keys_[i]), row, plan_.dim, numbers_.row(i));
       }
-      suits_pairs_[i] = keeps_products_normal(row, pairs_->depth);
+      scales_[i] = args_.k_scale && keys_[i] >= 0 ? scale_of(args_.k_scale, keys_[i]) : 1.0f;
+      suits_pairs_[i] = keeps_products_normal(row, pairs_->depth) && scales_[i] >= 0 &&
+                        scales_[i] <= kLargestScale;
     }
     pairs_->transpose();
     all_suit_pairs_ = std::all_of(suits_pairs_.begin(), suits_pairs_.end(), std::identity());
@@ -247,9 +257,13 @@ class KeyPanel {
                 numbers_.panel.data(), products_.data(), scores);
   }
 
+  /// Beyond it a channel could overflow that a score does not show.
+  static constexpr float kLargestScale = 0x1p100f;
+
   const IndexTopkForward& args_;
   const IndexForwardPlan& plan_;
   std::array<std::int64_t, kPanelColumns> keys_;
+  std::array<float, kPanelColumns> scales_;
   std::array<bool, kPanelColumns> suits_pairs_;
   bool all_suit_pairs_ = false;
   bool has_numbers_ = false;
@@ -431,7 +445,9 @@ std::string why_not(const IndexTopkForward& args, const Execution& execution) {
   const IndexForwardPlan plan(args, false, execution);
   return over_limit(plan.fixed_bytes + plan.row_bytes, execution);
 }
-std::string why_not_pairs(const IndexTopkForward& args) { return why_not_pairs_of(args.q.dtype); }
+std::string why_not_pairs(const IndexTopkForward& args) {
+  return why_not_pairs_of(args.q.dtype, {DType::bf16, DType::f8_e4m3});
+}
 std::size_t workspace_bytes(const IndexTopkForward& args, const Execution& execution) {
   const IndexForwardPlan plan(args, false, execution);
   return plan.parts_bytes() + all_lanes_bytes(execution, plan.scratch_bytes());
