@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inputs of bf16 that are denormal, or whose products are: they count like any others, though some
-// instructions take them for 0.
+// Numbers of bf16 near the ends of its range, denormals above all: inputs, products and what is
+// rounded to bf16 on the way count like any others, though some instructions take denormals for 0.
 #include <cmath>
 
 #include "tests/attention_calls.h"
@@ -117,6 +117,80 @@ TEST(SmallNumbers, GradientsCountThem) {
       a.d_lse.clear();
       expect_within_magnitudes(a, forward_backward(a, execution), gradients_in_double(a));
     }
+  });
+}
+
+/// The same for the kernels of the host, which multiply p and scale * dS in fp32 where bf16 does
+/// not hold them. Those of CUDA round them to bf16 in every row.
+template <class Body>
+void on_each_host_kernel_in_bf16(std::uint64_t seed, const Body& body) {
+  on_each_kernel_in_bf16(seed, [&](const Execution& execution, const Attention& whole) {
+    if (harness::device_of(execution.backend).kind == DeviceKind::cpu) body(execution, whole);
+  });
+}
+
+/// Inputs far from denormal with scale * dS around 2^-135.
+Attention with_denormal_dS(Attention a) {
+  for (std::size_t i = 0; i < a.kv.size(); ++i)
+    a.kv[i] = std::ldexp(a.kv[i], static_cast<std::int64_t>(i) % a.qk_dim < a.v_dim ? -30 : 40);
+  scale_rows(a.q, a.qk_dim, 0, 1, 40);
+  scale_rows(a.d_out, a.v_dim, 0, 1, -20);
+  a.scale = static_cast<float>(std::ldexp(a.scale_or_default(), -80));
+  return stored(a);
+}
+
+/// Probabilities around 2^-130: the sink takes the rest.
+Attention with_denormal_p(Attention a) {
+  scale_rows(a.d_out, a.v_dim, 0, 1, 60);
+  a.sink.assign(static_cast<std::size_t>(a.heads), 90);
+  return stored(a);
+}
+
+/// Rows whose dS is large enough beside those with one that is not.
+Attention with_some_small_dS(Attention a) {
+  scale_rows(a.q, a.qk_dim, 0, 1, 40);
+  scale_rows(a.d_out, a.heads * a.v_dim, 1, 2, -50);
+  a.scale = static_cast<float>(std::ldexp(a.scale_or_default(), -40));
+  return stored(a);
+}
+
+TEST(SmallNumbers, GradientsCountThemOnTheWay) {
+  on_each_host_kernel_in_bf16(6, [](const Execution& execution, const Attention& whole) {
+    for (Attention a :
+         {with_denormal_dS(whole), with_denormal_p(whole), with_some_small_dS(whole)}) {
+      a.d_lse.clear();
+      expect_within_magnitudes(a, forward_backward(a, execution), gradients_in_double(a));
+    }
+  });
+}
+
+TEST(SmallNumbers, GradientsBesideThemAreThoseOfTheRowAlone) {
+  on_each_host_kernel_in_bf16(7, [](const Execution& execution, const Attention& whole) {
+    const Attention a = with_some_small_dS(whole);
+    const AttentionGradients expected = forward_backward(a, on_threads(1, execution));
+    for (std::int64_t t = 0; t < a.tokens; ++t) {
+      const Values row = part(expected.d_q, t * a.heads * a.qk_dim, a.heads * a.qk_dim);
+      EXPECT_TRUE(same_bits(forward_backward(rows_of(a, t, 1), execution).d_q, row));
+    }
+    Execution little = on_threads(3, execution);
+    little.workspace_limit = 3 << 20;
+    for (const Execution& other : {on_threads(2, execution), little})
+      expect_same_bits(forward_backward(a, other), expected);
+  });
+}
+
+TEST(LargeNumbers, GradientsAreFiniteWhereBf16WouldRoundThemToInfinity) {
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
+    if (harness::device_of(execution.backend).kind != DeviceKind::cpu) return;
+    Attention a =
+        filled({.tokens = 1, .keys = 2, .heads = 1, .qk_dim = 16, .v_dim = 8, .topk = 2}, 8);
+    for (Values* values : {&a.q, &a.kv, &a.d_out, &a.d_lse})
+      std::fill(values->begin(), values->end(), 0);
+    a.kv[0] = 0x1p-20;
+    a.kv[16] = -0x1p-20;
+    a.d_out[0] = 0x1p100;
+    a.scale = static_cast<float>(3.4e38 * 0x1p-79);  // so that scale * dS is 3.4e38
+    expect_close(a, forward_backward(a, execution), gradients_in_double(a));
   });
 }
 

@@ -77,7 +77,8 @@ struct QueryPass {
       constexpr std::int64_t kRows = elements_of<Element>(kBlockKeys);
       sum += Scratch::bytes<Element>(kRows * padded_stride(n.qk_dim)) +
              Scratch::bytes<Element>(kRows * head_padding(heads)) +
-             Scratch::bytes<float>(kBlockKeys * Records::stride<float>(heads));
+             Scratch::bytes<float>(kBlockKeys * Records::stride<float>(heads)) +
+             3 * Scratch::bytes<float>(head_padding(heads)) + Scratch::bytes<float>(kBlockKeys);
     }
     return sum;
   }
@@ -97,6 +98,10 @@ struct QueryPass {
       key_pairs = scratch.take<Element>(kRows * padded_stride(n.qk_dim)).data();
       dS_pairs = scratch.take<Element>(kRows * head_padding(heads)).data();
       products = scratch.take<float>(kBlockKeys * Records::stride<float>(heads)).data();
+      largest_p = scratch.take<float>(head_padding(heads)).data();
+      largest_dS = scratch.take<float>(head_padding(heads)).data();
+      largest_d_q_term = scratch.take<float>(head_padding(heads)).data();
+      key_magnitudes = scratch.take<float>(kBlockKeys).data();
     }
   }
 
@@ -111,9 +116,13 @@ struct QueryPass {
   float* delta;        // [heads]
   float* d_lse;        // [heads]
   // Of pairs alone; numbers are multiplied in the records.
-  Element* key_pairs = nullptr;  // [kBlockKeys / 2, qk_dim]  along the keys
-  Element* dS_pairs = nullptr;   // [kBlockKeys / 2, heads]   along the keys
-  float* products = nullptr;     // [kBlockKeys, q . k and d_out . v of heads]
+  Element* key_pairs = nullptr;       // [kBlockKeys / 2, qk_dim]  along the keys
+  Element* dS_pairs = nullptr;        // [kBlockKeys / 2, heads]   along the keys
+  float* products = nullptr;          // [kBlockKeys, q . k and d_out . v of heads]
+  float* largest_p = nullptr;         // [heads]       over the keys, as those below
+  float* largest_dS = nullptr;        // [heads]       the magnitude of scale * dS
+  float* largest_d_q_term = nullptr;  // [heads]       that of scale * dS * key
+  float* key_magnitudes = nullptr;    // [kBlockKeys]  the largest in each key
 };
 
 /// Scratch of a lane in the second pass, whose tasks are ranges of keys. d_out is stacked on top of

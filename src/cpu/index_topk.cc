@@ -142,8 +142,8 @@ class IndexQuery {
       load_index_pairs(args.q.dtype, row_of(args.q, t, h), pairs_.data() + h * stride, plan.dim,
                        numbers_.data());
     }
-    suits_pairs_ =
-        keep_products_normal(pairs_.data(), stride, plan.heads, elements_of<Bf16Pair>(plan.dim));
+    suits_pairs_ = least_magnitude(pairs_.data(), stride, plan.heads,
+                                   elements_of<Bf16Pair>(plan.dim)) >= kLeastMagnitude;
   }
   bool suits_pairs() const { return suits_pairs_; }
   const float* weights() const { return weights_.data(); }
@@ -235,8 +235,8 @@ class KeyPanel {
         load_index_pairs(args_.k.dtype, row_of(args_.k, keys_[i]), row, plan_.dim, numbers_.row(i));
       }
       scales_[i] = args_.k_scale && keys_[i] >= 0 ? scale_of(args_.k_scale, keys_[i]) : 1.0f;
-      suits_pairs_[i] = keeps_products_normal(row, pairs_->depth) && scales_[i] >= 0 &&
-                        scales_[i] <= kLargestScale;
+      suits_pairs_[i] = least_magnitude(row, 0, 1, pairs_->depth) >= kLeastMagnitude &&
+                        scales_[i] >= 0 && scales_[i] <= kLargestScale;
     }
     pairs_->transpose();
     all_suit_pairs_ = std::all_of(suits_pairs_.begin(), suits_pairs_.end(), std::identity());

@@ -3,6 +3,7 @@
 // bf16, of pairs: gathered by key, in order, transposed, or two rows interleaved. Columns are
 // padded with zeros to kColumnPadding. Included once per SIMD target.
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -170,31 +171,62 @@ HWY_INLINE void store_pairs(FloatVector first, FloatVector second, Bf16Pair* to)
   hn::StoreU(hn::Or(narrow_bits(d, first, BFloat16{}), high), PairTag(), &to->bits);
 }
 
-/// Whether products of these pairs with others like them, and sums of such products, are 0 or
-/// normal numbers: multiply_add counts denormals as 0. It is so if no magnitude is below 2^-56 but
-/// 0, since then every product is a multiple of 2^-126. The row is padded with zeros.
-inline bool keeps_products_normal(const Bf16Pair* row, std::int64_t pairs) {
-  constexpr std::uint32_t kLeast = (127 - 56) << 7;  // 2^-56 in bf16
-  const PairTag d;
-  const auto one = hn::Set(d, 1u);
-  const auto magnitude = hn::Set(d, 0x7fffu);
-  auto least = magnitude;  // of all magnitudes less 1, which for 0 is the largest number
-  for (std::int64_t i = 0; i < pairs; i += kLanes) {
-    const auto pair = hn::LoadU(d, &row[i].bits);
-    const auto first = hn::Sub(hn::And(pair, magnitude), one);
-    const auto second = hn::Sub(hn::And(hn::ShiftRight<16>(pair), magnitude), one);
-    least = hn::Min(least, hn::Min(first, second));
+/// The magnitudes of bf16 whose bits are these.
+inline float magnitude_of(std::uint32_t bits) { return std::bit_cast<float>(bits << 16); }
+
+/// The least magnitude but 0 in `count` rows of pairs, which are padded with zeros: infinity if
+/// there is none.
+inline float least_magnitude(const Bf16Pair* rows, std::int64_t stride, std::int64_t count,
+                             std::int64_t pairs) {
+  constexpr std::uint16_t kInfinity = 0x7f80;
+  const hn::ScalableTag<std::uint16_t> d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  const auto magnitude = hn::Set(d, std::uint16_t{0x7fff});
+  const auto one = hn::Set(d, std::uint16_t{1});
+  // Less 1, since then 0 is the largest number.
+  auto least = hn::Set(d, static_cast<std::uint16_t>(kInfinity - 1));
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto* const row = reinterpret_cast<const std::uint16_t*>(rows + i * stride);
+    for (std::int64_t j = 0; j < 2 * pairs; j += lanes)
+      least = hn::Min(least, hn::Sub(hn::And(hn::LoadU(d, row + j), magnitude), one));
   }
-  return hn::AllFalse(d, hn::Lt(least, hn::Set(d, kLeast - 1)));
+  return magnitude_of(hn::GetLane(hn::MinOfLanes(d, least)) + 1u);
 }
 
-/// The same of `count` rows.
-inline bool keep_products_normal(const Bf16Pair* rows, std::int64_t stride, std::int64_t count,
-                                 std::int64_t pairs) {
+/// The largest magnitude in a row of pairs, which is padded with zeros. NaN exceeds infinity.
+inline float largest_magnitude(const Bf16Pair* row, std::int64_t pairs) {
+  const hn::ScalableTag<std::uint16_t> d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  const auto magnitude = hn::Set(d, std::uint16_t{0x7fff});
+  const auto* const numbers = reinterpret_cast<const std::uint16_t*>(row);
+  auto largest = hn::Zero(d);
+  for (std::int64_t j = 0; j < 2 * pairs; j += lanes)
+    largest = hn::Max(largest, hn::And(hn::LoadU(d, numbers + j), magnitude));
+  return magnitude_of(hn::GetLane(hn::MaxOfLanes(d, largest)));
+}
+
+/// The largest magnitudes in kLanes columns of pairs.
+inline FloatVector largest_of_columns(const Bf16Pair* rows, std::int64_t stride,
+                                      std::int64_t count) {
+  const PairTag d;
+  const auto magnitude = hn::Set(d, 0x7fff0000u);
+  auto largest = hn::Zero(d);
   for (std::int64_t i = 0; i < count; ++i) {
-    if (!keeps_products_normal(rows + i * stride, pairs)) return false;
+    const auto pair = load_elements(rows + i * stride);
+    const auto first = hn::And(hn::ShiftLeft<16>(pair), magnitude);
+    largest = hn::Max(largest, hn::Max(first, hn::And(pair, magnitude)));
   }
-  return true;
+  return hn::BitCast(FloatTag(), largest);
+}
+
+/// Where no magnitude of two factors is below it but 0, their products and sums of these are 0 or
+/// normal: multiply_add counts denormals as 0, and products of bf16 are multiples of 2^-126 then.
+inline constexpr float kLeastMagnitude = 0x1p-56f;
+
+/// The same of two factors that differ in magnitude, from the least of each but 0.
+inline bool have_normal_products(float least, float least_of_other) {
+  return std::min(least, 1.0f) * std::min(least_of_other, 1.0f) >=
+         kLeastMagnitude * kLeastMagnitude;
 }
 
 }  // namespace winnow::cpu::HWY_NAMESPACE

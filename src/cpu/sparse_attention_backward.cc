@@ -10,8 +10,8 @@
 // those of a range are contiguous.
 //
 // Kernel `simd` multiplies fp32 numbers. Kernel `avx512_bf16` multiplies pairs of bf16, p and dS
-// rounded to bf16; numbers in rows in which denormals, which count as 0 in products of pairs, could
-// occur.
+// rounded to bf16, but numbers in rows that would suffer from it: denormals count as 0 in products
+// of pairs, and dS may exceed bf16.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -147,7 +147,8 @@ MnMajor<float> differentiate(const QueryPass<float>& row, float* records, std::i
   return {records + padding, stride};
 }
 
-/// The same from row.products. Records are pairs of heads; the operand has pairs of keys.
+/// The same from row.products. Records are pairs of heads; the operand has pairs of keys. Updates
+/// the magnitudes that bf16_suffices looks at.
 inline MnMajor<Bf16Pair> differentiate(const QueryPass<Bf16Pair>& row, Bf16Pair* records,
                                        std::int64_t heads, std::int64_t count, float scale,
                                        bool has_d_lse) {
@@ -157,12 +158,20 @@ inline MnMajor<Bf16Pair> differentiate(const QueryPass<Bf16Pair>& row, Bf16Pair*
   const std::int64_t padding = head_padding(heads);
   for (std::int64_t i = 0; i < padding; i += kLanes) {
     const Differentiation differential(row, i, scale, has_d_lse);
+    auto largest_p = hn::LoadU(d, row.largest_p + i);
+    auto largest_dS = hn::LoadU(d, row.largest_dS + i);
+    auto largest_d_q_term = hn::LoadU(d, row.largest_d_q_term + i);
     const auto record_key = [&](std::int64_t j) HWY_ATTR {
       const float* const from = row.products + j * product_stride + i;
       const auto [p, dS] = differential(hn::LoadU(d, from), hn::LoadU(d, from + padding));
       auto* const to = reinterpret_cast<BFloat16*>(records + j * stride) + i;
       store_narrowed(d, p, to);
       store_narrowed(d, dS, to + padding);
+      const auto magnitude = hn::Abs(dS);
+      const auto term = hn::Mul(magnitude, hn::Set(d, row.key_magnitudes[j]));
+      largest_p = hn::Max(largest_p, p);
+      largest_dS = hn::Max(largest_dS, magnitude);
+      largest_d_q_term = hn::Max(largest_d_q_term, term);
       return dS;
     };
     for (std::int64_t j = 0; j < count; j += 2) {
@@ -170,12 +179,49 @@ inline MnMajor<Bf16Pair> differentiate(const QueryPass<Bf16Pair>& row, Bf16Pair*
       const auto second = j + 1 < count ? record_key(j + 1) : hn::Zero(d);
       store_pairs(first, second, row.dS_pairs + j / 2 * padding + i);
     }
+    hn::StoreU(largest_p, d, row.largest_p + i);
+    hn::StoreU(largest_dS, d, row.largest_dS + i);
+    hn::StoreU(largest_d_q_term, d, row.largest_d_q_term + i);
   }
   return {row.dS_pairs, padding};
 }
 
-/// Computes d_q and the records of query row t, whose keys have been taken. Returns false if
-/// denormals could occur in products of pairs.
+/// Whether p and dS of every head, rounded to bf16, give the row's gradients: dS must not exceed
+/// bf16, and of d_q, p d_out and dS q the largest term must be far above what is lost where
+/// denormals count as 0. That is at most 2^-126 a term: of a denormal product, or times the other
+/// factor of a denormal p or dS. `largest_key` is the largest magnitude in all keys.
+inline bool bf16_suffices(const QueryPass<Bf16Pair>& row, const AttentionSizes& n,
+                          std::int64_t heads, float largest_key) {
+  constexpr float kFarAbove = 0x1p-64f;
+  const FloatTag d;
+  const auto zero = hn::Zero(d);
+  const auto one = hn::Set(d, 1.0f);
+  const auto largest_bf16 = hn::Set(d, 0x1.fep127f);
+  const std::int64_t stride = padded_stride(heads);
+  // Whether the terms of which the largest is left * right lose nothing.
+  const auto is_kept = [&](FloatVector left, FloatVector right) HWY_ATTR {
+    const auto is_none = hn::Or(hn::Eq(left, zero), hn::Eq(right, zero));
+    const auto to_lose_from = hn::Mul(left, hn::Min(right, one));
+    return hn::Or(is_none, hn::Ge(to_lose_from, hn::Set(d, kFarAbove)));
+  };
+  for (std::int64_t i = 0; i < head_padding(heads); i += kLanes) {
+    const auto p = hn::LoadU(d, row.largest_p + i);
+    const auto dS = hn::LoadU(d, row.largest_dS + i);
+    const auto q = largest_of_columns(row.q + i, stride, row.depth);
+    const auto d_out = largest_of_columns(row.d_out + i, stride, elements_of<Bf16Pair>(n.v_dim));
+    // The keys differ, so that the largest term is not that of the largest dS.
+    const auto d_q_term = hn::LoadU(d, row.largest_d_q_term + i);
+    const auto far_above_d_q = hn::Set(d, kFarAbove * std::max(largest_key, 1.0f));
+    const auto d_q_is_kept = hn::Or(hn::Eq(dS, zero), hn::Ge(d_q_term, far_above_d_q));
+    const auto d_kv_is_kept = hn::And(is_kept(p, d_out), is_kept(dS, q));
+    const auto suffices = hn::And(hn::Le(dS, largest_bf16), hn::And(d_q_is_kept, d_kv_is_kept));
+    if (!hn::AllTrue(d, suffices)) return false;
+  }
+  return true;
+}
+
+/// Computes d_q and the records of query row t, whose keys have been taken. Returns false, and has
+/// written no d_q, if the row is none for pairs.
 template <class Element>
 bool differentiate_row(const SparseAttentionBackward& args, const Records& records,
                        std::int64_t row_index, std::int64_t t, HeadRange heads, Scratch scratch) {
@@ -192,12 +238,16 @@ bool differentiate_row(const SparseAttentionBackward& args, const Records& recor
   const std::int64_t count = records.counts[row_index];
 
   load_heads(args, t, heads, row, records.sink_terms + row_index * records.heads);
+  [[maybe_unused]] float least_factor = 1;  // of q and d_out
+  [[maybe_unused]] float largest_key = 0;
   if constexpr (kArePairs) {
     const std::int64_t columns = padded_columns(heads.count);
-    if (!keep_products_normal(row.q, head_stride, row.depth, columns) ||
-        !keep_products_normal(row.d_out, head_stride, elements_of<Element>(n.v_dim), columns)) {
-      return false;
-    }
+    least_factor =
+        std::min(least_magnitude(row.q, head_stride, row.depth, columns),
+                 least_magnitude(row.d_out, head_stride, elements_of<Element>(n.v_dim), columns));
+    if (!have_normal_products(least_factor, 1)) return false;
+    for (float* const largest : {row.largest_p, row.largest_dS, row.largest_d_q_term})
+      std::fill_n(largest, padding, 0.0f);
   }
   for (std::int64_t j = 0; j < count; j += kBlockKeys) {
     const std::int64_t block = std::min(count - j, kBlockKeys);
@@ -208,7 +258,12 @@ bool differentiate_row(const SparseAttentionBackward& args, const Records& recor
     const Element* values = row.keys;
     std::int64_t value_stride = key_stride;
     if constexpr (kArePairs) {
-      if (!keep_products_normal(row.keys, key_stride, block, row.depth)) return false;
+      const float least_key = least_magnitude(row.keys, key_stride, block, row.depth);
+      if (!have_normal_products(least_factor, least_key)) return false;
+      for (std::int64_t i = 0; i < block; ++i) {
+        row.key_magnitudes[i] = largest_magnitude(row.keys + i * key_stride, row.depth);
+        largest_key = std::max(largest_key, row.key_magnitudes[i]);
+      }
       values = row.key_pairs;
       value_stride = d_q_stride;
       interleave_packed(row.keys, key_stride, block, n.qk_dim, row.key_pairs, value_stride);
@@ -223,6 +278,9 @@ bool differentiate_row(const SparseAttentionBackward& args, const Records& recor
         differentiate(row, record, records.heads, block, args.scale, bool(args.d_lse));
     multiply_blocked(dS, heads.count, values, value_stride, n.qk_dim, elements_of<Element>(block),
                      row.d_q, d_q_stride, j > 0);
+  }
+  if constexpr (kArePairs) {
+    if (!bf16_suffices(row, n, heads.count, largest_key)) return false;
   }
   for (std::int64_t i = 0; i < heads.count; ++i) {
     narrow_row(args.d_q.dtype, row.d_q + i * d_q_stride, 1, row_of(args.d_q, t, heads.begin + i),

@@ -241,10 +241,9 @@ bool attend_block(const SparseAttentionForward& args, std::int64_t t, HeadRange 
   }
   gather_rows(args.kv, row.key_rows, count, of.keys, key_stride);
   if constexpr (of.kArePairs) {
-    if (!keep_products_normal(of.q, head_stride, of.depth, padded_columns(heads.count)) ||
-        !keep_products_normal(of.keys, key_stride, count, of.depth)) {
-      return false;
-    }
+    const float least_q = least_magnitude(of.q, head_stride, of.depth, padded_columns(heads.count));
+    const float least_key = least_magnitude(of.keys, key_stride, count, of.depth);
+    if (std::min(least_q, least_key) < kLeastMagnitude) return false;
     interleave_packed(of.keys, key_stride, count, v_dim, of.values, of.value_stride);
   }
   multiply_blocked(KMajor<Element>{of.keys, key_stride}, count, of.q, head_stride, heads.count,
