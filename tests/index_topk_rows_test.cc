@@ -264,6 +264,62 @@ TEST(IndexTopkFp8, KeepsNanKeysOut) {
   });
 }
 
+/// Small integers, whose sums are exact, with scales of every kind.
+Indexer with_odd_scales(std::uint64_t seed) {
+  Indexer ix = filled_exactly(
+      {.tokens = 5, .keys = 200, .heads = 32, .dim = 128, .topk = 150, .dtype = DType::f8_e4m3},
+      seed);
+  const double scales[] = {1, -1, 0, 0x1p-100, 0x1p100, -0x1p50, 0x1p-50, 0.5, 2};
+  for (std::int64_t s = 0; s < ix.keys; ++s) ix.k_scale.push_back(scales[s % 9]);
+  return ix;
+}
+
+TEST(IndexTopkFp8, ScalesMayBeNegativeZeroTinyAndHuge) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
+    const Indexer ix = with_odd_scales(39);
+    expect_selected(select(ix, execution), plain_selection(ix));
+  });
+}
+
+// Sums over heads that fp32 holds only once they are scaled. CUDA's kernels scale them afterwards.
+TEST(IndexTopkFp8, OnTheHostScalesMayMakeUpForTheWeights) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
+    if (harness::device_of(execution.backend).kind != DeviceKind::cpu) return;
+    for (const int exponent : {122, 100, -100, -135}) {
+      SCOPED_TRACE(fmt::format("weights times 2^{}", exponent));
+      Indexer ix = filled_fp8(32, 40, 40);
+      for (double& weight : ix.weights) weight = std::ldexp(weight, exponent);
+      for (double& scale : ix.k_scale) scale = std::ldexp(scale, exponent > 0 ? -100 : 100);
+      const Selected selected = select(ix, execution);
+      for (std::int64_t t = 0; t < ix.tokens; ++t) {
+        const PlainScores scores = plain_scores(ix, t);
+        const double limit = harness::score_limit(DType::bf16).value * scores.scale;
+        EXPECT_EQ(selected.lengths[t], std::min<std::int64_t>(ix.topk, ix.end[t] - ix.begin[t]));
+        double least = kInfinity;
+        for (std::int64_t j = 0; j < selected.lengths[t]; ++j) {
+          const double expected = scores.of_key[selected.indices[t * ix.topk + j]];
+          EXPECT_NEAR(selected.scores[t * ix.topk + j], expected, limit);
+          least = std::min(least, expected);
+        }
+        const auto first = scores.of_key.begin();
+        const auto above = std::count_if(first + ix.begin[t], first + ix.end[t],
+                                         [&](double s) { return s > least + 2 * limit; });
+        EXPECT_LE(above, selected.lengths[t]) << "a key with a larger score was left out";
+      }
+    }
+  });
+}
+
+TEST(IndexTopkFp8, OnTheHostScalesOf0GiveScoresOf0WhateverTheWeightsAre) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
+    if (harness::device_of(execution.backend).kind != DeviceKind::cpu) return;
+    Indexer ix = with_odd_scales(41);
+    for (double& weight : ix.weights) weight = std::ldexp(weight, 120);
+    for (double& scale : ix.k_scale) scale = 0;
+    expect_selected(select(ix, execution), plain_selection(ix));
+  });
+}
+
 TEST(IndexTopkFp8, ScoresDoNotDependOnTheScalesOfOtherKeys) {
   on_each_kernel("index_topk", [](const Execution& execution) {
     Indexer ix = filled_fp8(32, 150, 37);

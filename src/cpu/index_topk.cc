@@ -10,10 +10,12 @@
 // Kernel `simd` multiplies fp32 numbers. Kernel `avx512_bf16` multiplies pairs of bf16, but numbers
 // where denormals, which count as 0 in products of pairs, could occur. Which of the two depends on
 // the query row and the key alone, as their score does. bf16 holds fp8 exactly; there the key's
-// scale is a factor of the score, where it is not negative.
+// scale is a factor of the score, where it is not negative and neither the scale nor a weight is
+// extreme.
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -125,6 +127,18 @@ struct IndexForwardPlan {
 HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 
+/// The weights of a row and the scales of keys for which the scale may be a factor of the score of
+/// fp8, not of the channels: in between nothing overflows or becomes denormal, since products of
+/// fp8 lie between 2^-18 and 2^18.
+inline constexpr float kLargestWeight = 0x1p60f;
+inline constexpr float kLargestScale = 0x1p40f;
+
+/// Whether a weight or scale is 0 or between the largest of these and its reciprocal.
+inline bool commutes(float factor, float largest) {
+  const float magnitude = std::abs(factor);
+  return magnitude == 0 || (magnitude >= 1 / largest && magnitude <= largest);
+}
+
 /// One query row of a task. Of elements that are not needed there is memory alone.
 class IndexQuery {
  public:
@@ -144,6 +158,8 @@ class IndexQuery {
     }
     suits_pairs_ = least_magnitude(pairs_.data(), stride, plan.heads,
                                    elements_of<Bf16Pair>(plan.dim)) >= kLeastMagnitude;
+    for (const float weight : weights_)
+      suits_pairs_ = suits_pairs_ && (!args.k_scale || commutes(weight, kLargestWeight));
   }
   bool suits_pairs() const { return suits_pairs_; }
   const float* weights() const { return weights_.data(); }
@@ -236,7 +252,7 @@ class KeyPanel {
       }
       scales_[i] = args_.k_scale && keys_[i] >= 0 ? scale_of(args_.k_scale, keys_[i]) : 1.0f;
       suits_pairs_[i] = least_magnitude(row, 0, 1, pairs_->depth) >= kLeastMagnitude &&
-                        scales_[i] >= 0 && scales_[i] <= kLargestScale;
+                        scales_[i] >= 0 && commutes(scales_[i], kLargestScale);
     }
     pairs_->transpose();
     all_suit_pairs_ = std::all_of(suits_pairs_.begin(), suits_pairs_.end(), std::identity());
@@ -256,9 +272,6 @@ class KeyPanel {
     score_panel(query.numbers(plan_), numbers_.stride, query.weights(), plan_.heads, numbers_.depth,
                 numbers_.panel.data(), products_.data(), scores);
   }
-
-  /// Beyond it a channel could overflow that a score does not show.
-  static constexpr float kLargestScale = 0x1p100f;
 
   const IndexTopkForward& args_;
   const IndexForwardPlan& plan_;
