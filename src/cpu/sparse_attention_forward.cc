@@ -84,6 +84,7 @@ struct Operands {
   // Of pairs alone; numbers are in the place of the scores.
   Element* p = nullptr;       // [kBlockRows, heads]
   Element* p_rest = nullptr;  // [kBlockRows, heads]  what p lost in rounding, or 0
+  float least_q = 0;          // the least magnitude in q but 0
   bool has_q = false;
 };
 
@@ -224,6 +225,16 @@ void finish_heads(const SparseAttentionForward& args, const ForwardRow& row, std
   }
 }
 
+/// Loads q^T if it is not there. No keys may have been gathered yet: they serve as scratch.
+template <class Element>
+void load_q(const SparseAttentionForward& args, std::int64_t t, HeadRange heads,
+            Operands<Element>& to) {
+  if (to.has_q) return;
+  transpose_rows(slice(args.q, t), heads.begin, heads.count, to.q, padded_stride(heads.count),
+                 to.keys);
+  to.has_q = true;
+}
+
 /// Adds a block of keys to the accumulator. Returns false, and has changed nothing, if denormals
 /// could occur in products of pairs.
 template <class Element>
@@ -234,16 +245,12 @@ bool attend_block(const SparseAttentionForward& args, std::int64_t t, HeadRange 
   const std::int64_t key_stride = padded_stride(of.depth);
   const std::int64_t accumulator_stride = padded_stride(v_dim);
   const LogitScale scale(args.scale);
-  if (!of.has_q) {
-    // The keys serve as scratch here: none have been gathered yet.
-    transpose_rows(slice(args.q, t), heads.begin, heads.count, of.q, head_stride, of.keys);
-    of.has_q = true;
-  }
+  load_q(args, t, heads, of);
   gather_rows(args.kv, row.key_rows, count, of.keys, key_stride);
   if constexpr (of.kArePairs) {
-    const float least_q = least_magnitude(of.q, head_stride, of.depth, padded_columns(heads.count));
     const float least_key = least_magnitude(of.keys, key_stride, count, of.depth);
-    if (std::min(least_q, least_key) < kLeastMagnitude) return false;
+    // The first condition is for p times values: it loses nothing but where p is below 2^-56.
+    if (least_key < kLeastMagnitude || !have_normal_products(of.least_q, least_key)) return false;
     interleave_packed(of.keys, key_stride, count, v_dim, of.values, of.value_stride);
   }
   multiply_blocked(KMajor<Element>{of.keys, key_stride}, count, of.q, head_stride, heads.count,
@@ -279,7 +286,15 @@ void attend(const SparseAttentionForward& args, bool with_pairs, std::int64_t t,
   const ForwardRow row(n, heads.count, scratch);
   Operands<float> numbers(n, heads.count, scratch);
   std::optional<Operands<Bf16Pair>> pairs;
-  if (with_pairs) pairs.emplace(n, heads.count, scratch);
+  if constexpr (kMultipliesPairs) {
+    if (with_pairs) {
+      pairs.emplace(n, heads.count, scratch);
+      load_q(args, t, heads, *pairs);
+      pairs->least_q = least_magnitude(pairs->q, padded_stride(heads.count), pairs->depth,
+                                       padded_columns(heads.count));
+      with_pairs = have_normal_products(pairs->least_q, 1);
+    }
+  }
 
   ValidKeys keys(args.indices, args.lengths, n.keys, t);
   std::int64_t count = keys.take(kBlockKeys, row.key_rows);
