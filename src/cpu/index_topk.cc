@@ -251,7 +251,9 @@ class KeyPanel {
         load_index_pairs(args_.k.dtype, row_of(args_.k, keys_[i]), row, plan_.dim, numbers_.row(i));
       }
       scales_[i] = args_.k_scale && keys_[i] >= 0 ? scale_of(args_.k_scale, keys_[i]) : 1.0f;
-      suits_pairs_[i] = least_magnitude(row, 0, 1, pairs_->depth) >= kLeastMagnitude &&
+      // No fp8 is small.
+      const bool is_fp8 = args_.k.dtype == DType::f8_e4m3;
+      suits_pairs_[i] = (is_fp8 || least_magnitude(row, 0, 1, pairs_->depth) >= kLeastMagnitude) &&
                         scales_[i] >= 0 && commutes(scales_[i], kLargestScale);
     }
     pairs_->transpose();
