@@ -151,6 +151,32 @@ TEST(Explain, AKernelThatIsAskedForRunsAlsoBehindABetterOne) {
   EXPECT_GT(different, 0) << "nothing shows which of the two ran";
 }
 
+TEST(Explain, EveryKernelOfTheCpuBackendRunsWhereItIsAskedFor) {
+  for_each_operator([]<class Args>(std::type_identity<Args>) {
+    const auto names = kernels<Args>(Backend::cpu);
+    if (names.size() < 2) return;
+    SCOPED_TRACE(Args::kOperator);
+    int taken = 0;
+    int different = 0;
+    for (std::uint64_t seed = 0; seed < 4 * kCallsEach; ++seed) {
+      Call call = CallMaker(seed, {}).make<Args>();
+      std::set<Bits> results;
+      int kernels_that_take = 0;
+      for (const std::string_view name : names) {
+        const Execution execution{.backend = Backend::cpu, .kernel = name.data()};
+        if (!call.why_not(execution).empty()) continue;
+        ++kernels_that_take;
+        results.insert(bits_of_run(call, execution));
+      }
+      if (kernels_that_take > 1) ++taken;
+      if (results.size() > 1) ++different;
+    }
+    if (taken > 0) {
+      EXPECT_GT(different, 0) << "nothing shows that " << taken << " calls had two kernels";
+    }
+  });
+}
+
 TEST(Explain, AKernelThatNoBackendHasIsAnErrorThatListsTheNames) {
   on_each_call({}, []<class Args>(const Call&, const Args& args) {
     for (const Backend asked : {Backend::automatic, Backend::cpu, Backend::reference}) {

@@ -94,6 +94,17 @@ TEST(SmallNumbers, ValuesMayBeSmallerThanTheirProbabilitiesCanScale) {
   });
 }
 
+TEST(SmallNumbers, ProbabilitiesMayBeFarBelowTheLargest) {
+  on_each_kernel_in_bf16(9, [](const Execution& execution, const Attention& whole) {
+    Attention a = whole;
+    scale_rows(a.kv, a.qk_dim, 0, 1, -30);
+    scale_rows(a.q, a.qk_dim, 0, 1, 30);
+    a.scale = static_cast<float>(16 * a.scale_or_default());
+    const Attention steep = stored(a);
+    expect_close(steep, forward(steep, execution), plain_attention(steep));
+  });
+}
+
 TEST(SmallNumbers, ARowDoesNotDependOnThoseOfOthers) {
   on_each_kernel_in_bf16(3, [](const Execution& execution, const Attention& whole) {
     Attention mixed = whole;
@@ -194,7 +205,7 @@ TEST(LargeNumbers, GradientsAreFiniteWhereBf16WouldRoundThemToInfinity) {
   });
 }
 
-TEST(SmallNumbers, ScoresOfKeysBesideThemAreTheSameInSelectionAndReplay) {
+TEST(SmallNumbers, ScoresBesideThemAreRightAndTheSameInSelectionAndReplay) {
   on_each_kernel("index_topk", [](const Execution& execution) {
     Indexer ix = filled({.tokens = 10, .keys = 200, .heads = 32, .dim = 128, .topk = 64}, 5);
     scale_rows(ix.k, ix.dim, 3, 5, -70);
@@ -202,6 +213,14 @@ TEST(SmallNumbers, ScoresOfKeysBesideThemAreTheSameInSelectionAndReplay) {
     ix.q = as_stored(ix.dtype, ix.q);
     ix.k = as_stored(ix.dtype, ix.k);
     const Selected selected = select(ix, execution);
+    for (std::int64_t t = 0; t < ix.tokens; ++t) {
+      const PlainScores scores = plain_scores(ix, t);
+      for (std::int64_t j = 0; j < selected.lengths[t]; ++j) {
+        EXPECT_NEAR(selected.scores[t * ix.topk + j],
+                    scores.of_key[selected.indices[t * ix.topk + j]],
+                    harness::score_limit(ix.dtype).value * scores.scale);
+      }
+    }
     ix.indices = selected.indices;
     ix.lengths = selected.lengths;
     EXPECT_TRUE(same_bits(replay(ix, execution), selected.scores));
