@@ -491,7 +491,10 @@ def test_errors_name_what_is_wrong(name, changes, error, text):
     "name", ["sparse_attention", "index_loss", "index_target", "dense_index_loss"]
 )
 class TestScale:
-    @pytest.mark.parametrize("scale", ["1", [1.0], 1j, True, torch.ones(2)])
+    @pytest.mark.parametrize(
+        "scale",
+        ["1", [1.0], 1j, True, torch.ones(2), torch.tensor(True), torch.tensor(2 + 0j)],
+    )
     def test_must_be_a_number(self, name, scale):
         with pytest.raises(TypeError, match=rf"^{name}: scale {re.escape(repr(scale))}: must be a"):
             call(name, scale=scale)
@@ -506,7 +509,10 @@ class TestScale:
             call(name, scale=torch.ones((), requires_grad=True))
 
 
-@pytest.mark.parametrize("size", [2.5, torch.tensor(2.0), torch.ones(2).int()])
+@pytest.mark.parametrize(
+    "size",
+    [2.5, torch.tensor(2.0), torch.ones(2).int(), torch.tensor(True), torch.tensor(2 + 0j)],
+)
 def test_sizes_must_be_integers(size):
     with pytest.raises(TypeError, match="^index_topk: topk .*: must be an integer"):
         call("index_topk", topk=size)

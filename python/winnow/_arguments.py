@@ -48,7 +48,8 @@ MOST_TOPK = 2**30  # slots of a row, for the library
 def check_size(function: str, name: str, value: int, least: int, most: int = _LARGEST) -> None:
     """Before outputs of that size are allocated."""
     if isinstance(value, Tensor):
-        integer = value.numel() == 1 and not value.is_floating_point()
+        real = value.dtype != torch.bool and not value.is_complex()
+        integer = value.numel() == 1 and real and not value.is_floating_point()
     else:
         integer = isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool)
     if not integer:
@@ -66,7 +67,7 @@ def check_topk(function: str, topk: int) -> None:
 def check_number(function: str, name: str, value: float) -> None:
     """Before torch converts it."""
     if isinstance(value, Tensor):
-        number = value.numel() == 1
+        number = value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
         if number and torch.is_grad_enabled() and value.requires_grad:
             raise NotImplementedError(f"{function}: {name} requires gradients: there are none")
     else:
