@@ -206,6 +206,18 @@ def test_a_failed_write_leaves_the_page_that_was_there(tmp_path, monkeypatch, ca
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "report.html"}
 
 
+def test_a_failed_write_without_a_number_says_why(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run.json").write_text(json.dumps(RUN))
+    output = tmp_path / "report.html"
+
+    def refuse(*paths):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert main(["report", str(tmp_path / "run.json"), "--output", str(output)]) == 1
+    assert capsys.readouterr().err == f"winnow: cannot write {output}: the disk is gone\n"
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure, "measure", lambda device: {})
     words = ["report", "--measure", "--keep", str(tmp_path / "none" / "kept.json")]

@@ -84,7 +84,8 @@ def _write(path: Path, text: str) -> None:
     except BrokenPipeError:  # path leads to stdout, whose reader has gone
         raise
     except OSError as error:
-        raise _NotWritten(f"cannot write {path}: {error.strerror}") from error
+        why = error.strerror or error  # without a number the error has no words of the system
+        raise _NotWritten(f"cannot write {path}: {why}") from error
 
 
 def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
