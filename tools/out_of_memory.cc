@@ -42,7 +42,8 @@ class OutOfMemory : public std::bad_alloc {
   std::array<char, 64> text_;  // no string, which would ask for memory
 };
 
-/// Memory that programs can still use without swapping; none where the kernel does not say.
+/// Memory that programs can still use without swapping; none where the kernel does not say. The
+/// limit of a container is not looked at: its page cache counts as used there.
 std::optional<std::size_t> available_bytes() {
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen("/proc/meminfo", "r"),
                                                              std::fclose);
@@ -55,8 +56,10 @@ std::optional<std::size_t> available_bytes() {
 
 void refuse_what_would_not_fit(std::size_t bytes) {
   if (bytes < kLargeBytes) return;
-  const std::optional<std::size_t> left = available_bytes();
-  if (left && bytes + kSparedBytes > *left) throw OutOfMemory(bytes, left);
+  const std::optional<std::size_t> available = available_bytes();
+  if (!available) return;
+  const std::size_t left = *available - std::min(*available, kSparedBytes);
+  if (bytes > left) throw OutOfMemory(bytes, left);
 }
 
 }  // namespace
