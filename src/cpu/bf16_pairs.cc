@@ -42,6 +42,10 @@ bool has_instructions() {
 
 }  // namespace
 
+bool can_multiply_pairs() {
+  return HWY_DYNAMIC_DISPATCH(target_multiplies_pairs)() && has_instructions();
+}
+
 std::string why_not_pairs_of(DType dtype, std::initializer_list<DType> taken) {
   if (std::find(taken.begin(), taken.end(), dtype) == taken.end()) {
     std::string names;
@@ -49,9 +53,7 @@ std::string why_not_pairs_of(DType dtype, std::initializer_list<DType> taken) {
       names += (names.empty() ? "" : " and ") + std::string(name(each));
     return fmt::format(refusal::takes_dtypes, names);
   }
-  if (!HWY_DYNAMIC_DISPATCH(target_multiplies_pairs)() || !has_instructions())
-    return refusal::needs_avx512_bf16;
-  return {};
+  return can_multiply_pairs() ? std::string() : refusal::needs_avx512_bf16;
 }
 
 }  // namespace winnow::cpu

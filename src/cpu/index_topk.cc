@@ -86,9 +86,11 @@ struct IndexForwardPlan {
     const auto threads = static_cast<std::size_t>(thread_count(execution));
     if (parts_bytes() + threads * scratch_bytes() > execution.workspace_limit) parts = 1;
   }
-  /// Whether there is a kernel for such inputs that needs memory for pairs.
+  /// Whether there is a kernel for such inputs here that needs memory for pairs. All kernels take
+  /// it, so that the workspace limit does not choose between them.
   static bool may_have_pairs(const IndexTopkForward& args) {
-    return args.q.dtype == DType::bf16 || args.q.dtype == DType::f8_e4m3;
+    const bool is_taken = args.q.dtype == DType::bf16 || args.q.dtype == DType::f8_e4m3;
+    return is_taken && can_multiply_pairs();
   }
   /// Distance between rows of channels, in elements.
   template <class Element>

@@ -476,8 +476,11 @@ std::size_t accumulator_bytes(const SparseAttentionBackward& args) {
   return is_added_to(args) ? 0 : Scratch::bytes<float>(args.kv.shape[0] * args.kv.shape[1]);
 }
 
-/// Whether there is a kernel for such inputs that needs memory for pairs.
-bool may_have_pairs(const SparseAttentionBackward& args) { return args.q.dtype == DType::bf16; }
+/// Whether there is a kernel for such inputs here that needs memory for pairs. All kernels take it,
+/// so that the workspace limit does not choose between them.
+bool may_have_pairs(const SparseAttentionBackward& args) {
+  return args.q.dtype == DType::bf16 && can_multiply_pairs();
+}
 
 void run_passes(const SparseAttentionBackward& args, bool with_pairs, const Execution& execution) {
   const AttentionSizes n = attention_sizes(args);

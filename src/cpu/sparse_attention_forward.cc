@@ -337,7 +337,9 @@ HeadGroups groups_of(const AttentionSizes& n) { return {n.heads, n.qk_dim, kGrou
 std::size_t lane_bytes(const SparseAttentionForward& args) {
   const AttentionSizes n = attention_sizes(args);
   const std::int64_t heads = groups_of(n).max_size();
-  const std::size_t pairs = args.q.dtype == DType::bf16 ? Operands<Bf16Pair>::bytes(n, heads) : 0;
+  // Also where they are not multiplied, so that the workspace limit chooses no kernel.
+  const bool may_have_pairs = args.q.dtype == DType::bf16 && can_multiply_pairs();
+  const std::size_t pairs = may_have_pairs ? Operands<Bf16Pair>::bytes(n, heads) : 0;
   return ForwardRow::bytes(n, heads) + std::max(Operands<float>::bytes(n, heads), pairs);
 }
 
