@@ -8,9 +8,8 @@ scores all keys of some rows and takes the top k; autograd does the rest. Inputs
 sums over heads and the sum of d_kv are fp32. How many rows at a time it takes is tried out, and its
 best counts. Both run in turns; times are medians. Exit code 1: results do not agree.
 
-Where the CPU has BF16 dot instructions PyTorch multiplies with them, at twice the speed of fp32 and
-with denormals flushed to zero; winnow computes in fp32. --without-bf16-instructions keeps PyTorch
-from them, as on a CPU that has none.
+Where the CPU has BF16 dot instructions both multiply with them, PyTorch with denormals flushed to
+zero. --without-bf16-instructions keeps both from them, as on a CPU that has none.
 """
 
 import argparse
@@ -200,7 +199,8 @@ def main() -> int:
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_VNNI"
     torch.manual_seed(1)
     torch.set_num_threads(options.threads)
-    execution = _lib.execution(backend="cpu", threads=options.threads)
+    kernel = "simd" if options.without_bf16_instructions else ""
+    execution = _lib.execution(backend="cpu", kernel=kernel, threads=options.threads)
     without = ", without BF16 instructions" if options.without_bf16_instructions else ""
     print(f"PyTorch {torch.__version__}{without}; winnow {_lib.backends()['cpu']}")
     print(f"{options.rows} query rows, bf16, {options.threads} threads, medians of", options.repeat)
