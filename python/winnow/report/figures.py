@@ -97,7 +97,7 @@ def step_times(stages: list[dict[str, Any]], name: str) -> str:
 
 
 def roofline(points: list[dict[str, Any]], flops: float, bytes_per_second: float, name: str) -> str:
-    """Achieved FLOP/s over FLOP per byte of memory traffic, below the two limits."""
+    """Achieved FLOP/s over FLOP per byte of memory traffic, beside a copy and a matrix product."""
     figure, axes = pyplot.subplots(figsize=(7.6, 4.6), layout="constrained")
     ridge = flops / bytes_per_second
     intensities = [point["intensity"] for point in points]
@@ -106,7 +106,7 @@ def roofline(points: list[dict[str, Any]], flops: float, bytes_per_second: float
         [left, ridge, right],
         [left * bytes_per_second / 1e9, flops / 1e9, flops / 1e9],
         color=INK,
-        label="limit: memory copy, then matrix product",
+        label="memory copy, then matrix product",
     )
     order = sorted(points, key=lambda point: point["intensity"])
     markers = itertools.cycle("os^vDPX*")  # no texts beside points, which may lie close together
@@ -121,8 +121,8 @@ def roofline(points: list[dict[str, Any]], flops: float, bytes_per_second: float
     _plain_ticks(axes.xaxis, of_minor=False)
     _plain_ticks(axes.yaxis, of_minor=True)
     figure.legend(loc="outside lower center", ncols=2, fontsize=9)
-    told = ", ".join(f"{p['call']} {p['share']:.2f} of its limit" for p in order)
-    return _svg(figure, name, "Achieved against measured limits", told)
+    told = ", ".join(f"{p['call']} {p['share']:.2f} of them" for p in order)
+    return _svg(figure, name, "Achieved against a measured copy and product", told)
 
 
 def over_length(points: list[dict[str, Any]], key: str, unit: float, label: str, name: str) -> str:

@@ -249,18 +249,17 @@ def _rooflines(
             if size is None or call.get("dtype") != "bf16" or not call.get("flops"):
                 continue
             intensity = call["flops"] / size
-            limit = min(product["flops_per_second"], intensity * bandwidth["bytes_per_second"])
-            points.append(
-                call | {"intensity": intensity, "share": call["flops_per_second"] / limit}
-            )
+            roof = min(product["flops_per_second"], intensity * bandwidth["bytes_per_second"])
+            points.append(call | {"intensity": intensity, "share": call["flops_per_second"] / roof})
         if not points:
             continue
         case = bench["measured"][0]["case"]
         caption = (
-            f"Limits of this machine: {product['what']},"
+            f"Measured on this machine: {product['what']},"
             f" {product['flops_per_second'] / 1e9:.3g} GFLOP/s in the same run;"
             f" {bandwidth['what']},"
             f" {bandwidth['bytes_per_second'] / 1e9:.3g} GB/s read and written."
+            " A kernel that multiplies bf16 may exceed a product in fp32 (sgemm)."
         )
         rows = [
             [
@@ -275,7 +274,7 @@ def _rooflines(
             ]
             for p in points
         ]
-        head = ["call", "queries", "keys", "median", "fastest - slowest", "GFLOP/s", "of the limit"]
+        head = ["call", "queries", "keys", "median", "fastest - slowest", "GFLOP/s", "of these"]
         name = anchor("roofline")
         svg = figures.roofline(
             points, product["flops_per_second"], bandwidth["bytes_per_second"], name
@@ -283,7 +282,7 @@ def _rooflines(
         yield Section(
             name,
             f"Roofline, {case}, {bench['backend']}",
-            _figure(svg, caption) + _table("Times and shares of the limit", head, rows),
+            _figure(svg, caption) + _table("Times and shares of copy and product", head, rows),
         )
 
 
