@@ -19,7 +19,7 @@ inline constexpr std::int64_t head_padding(std::int64_t heads) { return ceil_div
 
 /// What the first pass saves for the second, for a chunk of query rows and a group of heads. A
 /// record belongs to one key of one row: p of all heads, then scale * dS of all heads, each padded
-/// to head_padding; as numbers, or as pairs of neighbouring heads.
+/// to head_padding; as floats, or as pairs of neighbouring heads.
 struct Records {
   /// Distance between records in elements: an odd number of cache lines, as in padded_stride.
   template <class Element>
@@ -51,7 +51,7 @@ struct Records {
 
   std::int64_t topk;
   std::int64_t heads;    // in the group
-  float* values;         // [rows, topk, stride], room for numbers
+  float* values;         // [rows, topk, stride], room for floats
   std::int32_t* keys;    // [rows, topk]   ascending, the first `counts` of each row
   std::int64_t* counts;  // [rows]
   bool* are_pairs;       // [rows]         whether the row's records are pairs
@@ -115,7 +115,7 @@ struct QueryPass {
   float* lse;          // [heads]
   float* delta;        // [heads]
   float* d_lse;        // [heads]
-  // Of pairs alone; numbers are multiplied in the records.
+  // Of pairs alone; floats are multiplied in the records.
   Element* key_pairs = nullptr;       // [kBlockKeys / 2, qk_dim]  along the keys
   Element* dS_pairs = nullptr;        // [kBlockKeys / 2, heads]   along the keys
   float* products = nullptr;          // [kBlockKeys, q . k and d_out . v of heads]
@@ -190,14 +190,14 @@ class BackwardPlan {
     constexpr std::int64_t kMaxHeads = 64;
     return {n.heads, n.qk_dim, kMaxHeads};
   }
-  /// The passes of a lane use the same memory. A row of the first one is of numbers or of pairs; in
+  /// The passes of a lane use the same memory. A row of the first one is of floats or of pairs; in
   /// the second one rows of both kinds meet.
   static std::size_t lane_bytes(const AttentionSizes& n, bool with_pairs) {
     const std::int64_t heads = groups_of(n).max_size();
-    const std::size_t numbers =
+    const std::size_t floats =
         std::max(QueryPass<float>::bytes(n, heads), KeyPass<float>::bytes(n, heads));
-    if (!with_pairs) return numbers;
-    return std::max({numbers, QueryPass<Bf16Pair>::bytes(n, heads),
+    if (!with_pairs) return floats;
+    return std::max({floats, QueryPass<Bf16Pair>::bytes(n, heads),
                      KeyPass<float>::bytes(n, heads) + KeyPass<Bf16Pair>::bytes(n, heads)});
   }
 

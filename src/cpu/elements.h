@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The elements that matmul-inl.h multiplies: fp32 numbers, or pairs of bf16. Both have 32 bits, so
-// that a matrix of pairs is packed and read like one of numbers, with half of the depth.
+// The elements that matmul-inl.h multiplies: floats, or pairs of bf16. Both have 32 bits, so
+// that a matrix of pairs is packed and read like one of floats, with half of the depth.
 #pragma once
 
 #include <cstdint>

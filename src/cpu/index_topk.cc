@@ -7,7 +7,7 @@
 // are split into parts, and the selections of the parts are merged. Replay: a task is one row,
 // whose keys are gathered.
 //
-// Kernel `simd` multiplies fp32 numbers. Kernel `avx512_bf16` multiplies pairs of bf16, but numbers
+// Kernel `simd` multiplies floats. Kernel `avx512_bf16` multiplies pairs of bf16, but floats
 // where denormals, which count as 0 in products of pairs, could occur. Which of the two depends on
 // the query row and the key alone, as their score does. bf16 holds fp8 exactly; there the key's
 // scale is a factor of the score, where it is not negative and neither the scale nor a weight is
@@ -148,7 +148,7 @@ class IndexQuery {
              Scratch& scratch)
       : args_(&args),
         t_(t),
-        numbers_(scratch.take<float>(plan.heads * plan.stride<float>())),
+        floats_(scratch.take<float>(plan.heads * plan.stride<float>())),
         weights_(scratch.take<float>(plan.heads)) {
     widen_row(DType::f32, row_of(args.weights, t), weights_.data(), plan.heads);
     if (!plan.with_pairs) return;
@@ -156,7 +156,7 @@ class IndexQuery {
     pairs_ = scratch.take<Bf16Pair>(plan.heads * stride);
     for (std::int64_t h = 0; h < plan.heads; ++h) {
       load_index_pairs(args.q.dtype, row_of(args.q, t, h), pairs_.data() + h * stride, plan.dim,
-                       numbers_.data());
+                       floats_.data());
     }
     suits_pairs_ = least_magnitude(pairs_.data(), stride, plan.heads,
                                    elements_of<Bf16Pair>(plan.dim)) >= kLeastMagnitude;
@@ -166,24 +166,24 @@ class IndexQuery {
   bool suits_pairs() const { return suits_pairs_; }
   const float* weights() const { return weights_.data(); }
   const Bf16Pair* pairs() const { return pairs_.data(); }
-  const float* numbers(const IndexForwardPlan& plan) {
+  const float* floats(const IndexForwardPlan& plan) {
     const std::int64_t stride = plan.stride<float>();
-    for (std::int64_t h = 0; !has_numbers_ && h < plan.heads; ++h) {
-      widen_index_row(args_->q.dtype, row_of(args_->q, t_, h), numbers_.data() + h * stride,
+    for (std::int64_t h = 0; !has_floats_ && h < plan.heads; ++h) {
+      widen_index_row(args_->q.dtype, row_of(args_->q, t_, h), floats_.data() + h * stride,
                       plan.dim);
     }
-    has_numbers_ = true;
-    return numbers_.data();
+    has_floats_ = true;
+    return floats_.data();
   }
 
  private:
   const IndexTopkForward* args_;
   std::int64_t t_;
-  std::span<float> numbers_;   // [heads, stride]
+  std::span<float> floats_;    // [heads, stride]
   std::span<float> weights_;   // [heads]
   std::span<Bf16Pair> pairs_;  // [heads, stride]
   bool suits_pairs_ = false;
-  bool has_numbers_ = false;
+  bool has_floats_ = false;
 };
 
 /// Keys as rows, and transposed to a panel.
@@ -209,10 +209,10 @@ class KeyPanel {
   KeyPanel(const IndexTopkForward& args, const IndexForwardPlan& plan, Scratch& scratch)
       : args_(args),
         plan_(plan),
-        numbers_(plan, scratch),
+        floats_(plan, scratch),
         products_(scratch.take<float>(kColumnPadding * plan.heads)),
         scores_(scratch.take<float>(kColumnPadding)),
-        scores_of_numbers_(scratch.take<float>(kColumnPadding)) {
+        scores_of_floats_(scratch.take<float>(kColumnPadding)) {
     if (plan.with_pairs) pairs_.emplace(plan, scratch);
   }
 
@@ -220,7 +220,7 @@ class KeyPanel {
   template <class KeyOf>
   void load(const KeyOf& key_of) {
     for (std::int64_t i = 0; i < kPanelColumns; ++i) keys_[i] = key_of(i);
-    has_numbers_ = false;
+    has_floats_ = false;
     if (plan_.with_pairs) load_pairs();
   }
   void score(IndexQuery& query) {
@@ -232,14 +232,14 @@ class KeyPanel {
           for (std::int64_t i = 0; i < kPanelColumns; ++i) scores_[i] *= scales_[i];
         }
         if (all_suit_pairs_) return;
-        score_numbers(query, scores_of_numbers_.data());
+        score_floats(query, scores_of_floats_.data());
         for (std::int64_t i = 0; i < kPanelColumns; ++i) {
-          if (!suits_pairs_[i]) scores_[i] = scores_of_numbers_[i];
+          if (!suits_pairs_[i]) scores_[i] = scores_of_floats_[i];
         }
         return;
       }
     }
-    score_numbers(query, scores_.data());
+    score_floats(query, scores_.data());
   }
   const float* scores() const { return scores_.data(); }
 
@@ -250,7 +250,7 @@ class KeyPanel {
       if (keys_[i] < 0) {
         std::fill_n(row, padded_columns(pairs_->depth), Bf16Pair{});
       } else {
-        load_index_pairs(args_.k.dtype, row_of(args_.k, keys_[i]), row, plan_.dim, numbers_.row(i));
+        load_index_pairs(args_.k.dtype, row_of(args_.k, keys_[i]), row, plan_.dim, floats_.row(i));
       }
       scales_[i] = args_.k_scale && keys_[i] >= 0 ? scale_of(args_.k_scale, keys_[i]) : 1.0f;
       // No fp8 is small.
@@ -261,20 +261,20 @@ class KeyPanel {
     pairs_->transpose();
     all_suit_pairs_ = std::all_of(suits_pairs_.begin(), suits_pairs_.end(), std::identity());
   }
-  void score_numbers(IndexQuery& query, float* scores) {
-    if (!has_numbers_) {
+  void score_floats(IndexQuery& query, float* scores) {
+    if (!has_floats_) {
       for (std::int64_t i = 0; i < kPanelColumns; ++i) {
         if (keys_[i] < 0) {
-          std::fill_n(numbers_.row(i), plan_.dim, 0.0f);
+          std::fill_n(floats_.row(i), plan_.dim, 0.0f);
         } else {
-          widen_key(args_.k, args_.k_scale, keys_[i], numbers_.row(i));
+          widen_key(args_.k, args_.k_scale, keys_[i], floats_.row(i));
         }
       }
-      numbers_.transpose();
-      has_numbers_ = true;
+      floats_.transpose();
+      has_floats_ = true;
     }
-    score_panel(query.numbers(plan_), numbers_.stride, query.weights(), plan_.heads, numbers_.depth,
-                numbers_.panel.data(), products_.data(), scores);
+    score_panel(query.floats(plan_), floats_.stride, query.weights(), plan_.heads, floats_.depth,
+                floats_.panel.data(), products_.data(), scores);
   }
 
   const IndexTopkForward& args_;
@@ -283,12 +283,12 @@ class KeyPanel {
   std::array<float, kPanelColumns> scales_;
   std::array<bool, kPanelColumns> suits_pairs_;
   bool all_suit_pairs_ = false;
-  bool has_numbers_ = false;
-  PanelOf<float> numbers_;
+  bool has_floats_ = false;
+  PanelOf<float> floats_;
   std::optional<PanelOf<Bf16Pair>> pairs_;
-  std::span<float> products_;           // [heads, kPanelColumns]
-  std::span<float> scores_;             // [kPanelColumns]
-  std::span<float> scores_of_numbers_;  // [kPanelColumns]
+  std::span<float> products_;          // [heads, kPanelColumns]
+  std::span<float> scores_;            // [kPanelColumns]
+  std::span<float> scores_of_floats_;  // [kPanelColumns]
 };
 
 std::span<RankedSlot> ranked_slots(const IndexTopkForward& args, const IndexForwardPlan& plan,

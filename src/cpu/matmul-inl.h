@@ -2,7 +2,7 @@
 // Small dense matrix products with fp32 sums: a register tile of C = A B, and loops over such
 // tiles.
 //
-// The elements of A and B are fp32 numbers, or pairs of bf16 (elements-inl.h); those of C are fp32.
+// The elements of A and B are floats, or pairs of bf16 (elements-inl.h); those of C are fp32.
 // B and C are row-major, and a vector is a piece of such a row; elements of A are broadcast. So A
 // may have either layout, and B needs no packing once its rows are padded to whole vectors. Every
 // element of C is one chain of multiply-adds over the depth (the K of a GEMM), in order: its bits

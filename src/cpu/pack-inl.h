@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packs rows of tensors into the matrices that matmul-inl.h multiplies, of fp32 numbers or, from
+// Packs rows of tensors into the matrices that matmul-inl.h multiplies, of floats or, from
 // bf16, of pairs: gathered by key, in order, transposed, or two rows interleaved. Columns are
 // padded with zeros to kColumnPadding. Included once per SIMD target.
 #include <algorithm>
@@ -164,7 +164,7 @@ inline void interleave_packed(const Bf16Pair* from, std::int64_t from_stride, st
   }
 }
 
-/// Pairs of numbers, rounded to bf16.
+/// Pairs of floats, rounded to bf16.
 HWY_INLINE void store_pairs(FloatVector first, FloatVector second, Bf16Pair* to) {
   const FloatTag d;
   const auto high = hn::ShiftLeft<16>(narrow_bits(d, second, BFloat16{}));
@@ -198,10 +198,10 @@ inline float largest_magnitude(const Bf16Pair* row, std::int64_t pairs) {
   const hn::ScalableTag<std::uint16_t> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const auto magnitude = hn::Set(d, std::uint16_t{0x7fff});
-  const auto* const numbers = reinterpret_cast<const std::uint16_t*>(row);
+  const auto* const bits = reinterpret_cast<const std::uint16_t*>(row);
   auto largest = hn::Zero(d);
   for (std::int64_t j = 0; j < 2 * pairs; j += lanes)
-    largest = hn::Max(largest, hn::And(hn::LoadU(d, numbers + j), magnitude));
+    largest = hn::Max(largest, hn::And(hn::LoadU(d, bits + j), magnitude));
   return magnitude_of(hn::GetLane(hn::MaxOfLanes(d, largest)));
 }
 

@@ -9,8 +9,8 @@
 // nor the ranges nor the chunks change a bit of it. The records of a row are sorted by key, so that
 // those of a range are contiguous.
 //
-// Kernel `simd` multiplies fp32 numbers. Kernel `avx512_bf16` multiplies pairs of bf16, p and dS
-// rounded to bf16, but numbers in rows that would suffer from it: denormals count as 0 in products
+// Kernel `simd` multiplies floats. Kernel `avx512_bf16` multiplies pairs of bf16, p and dS
+// rounded to bf16, but floats in rows that would suffer from it: denormals count as 0 in products
 // of pairs, and dS may exceed bf16.
 #include <algorithm>
 #include <array>
@@ -351,7 +351,7 @@ struct AddToKeys {
   }
 };
 
-/// Loads rows of heads, [heads, columns], to rows of numbers or of pairs of heads.
+/// Loads rows of heads, [heads, columns], to rows of floats or of pairs of heads.
 void load_head_rows(const Tensor& rows, HeadRange heads, float* to, std::int64_t stride) {
   widen_rows(rows, heads.begin, heads.count, to, stride);
 }
@@ -395,7 +395,7 @@ void key_pass(const SparseAttentionBackward& args, bool with_pairs, const Record
               std::int64_t rows, std::int64_t first_row, HeadRange heads, std::int32_t begin,
               std::int32_t end, const Tensor& d_kv, Scratch scratch) {
   const AttentionSizes n = attention_sizes(args);
-  const KeyPass<float> numbers(n, records.heads, scratch);
+  const KeyPass<float> floats(n, records.heads, scratch);
   std::optional<KeyPass<Bf16Pair>> pairs;
   if (with_pairs) pairs.emplace(n, records.heads, scratch);
   for (std::int64_t row = 0; row < rows; ++row) {
@@ -413,7 +413,7 @@ void key_pass(const SparseAttentionBackward& args, bool with_pairs, const Record
         continue;
       }
     }
-    add(numbers);
+    add(floats);
   }
 }
 

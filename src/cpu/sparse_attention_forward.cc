@@ -10,8 +10,8 @@
 // accumulator stay in L2, panels of them in L1. s is a product times the power of two in the scale,
 // and a logit is rest * s (core/logit_scale.h).
 //
-// Kernel `simd` multiplies fp32 numbers. Kernel `avx512_bf16` multiplies pairs of bf16, p rounded
-// to bf16; numbers in blocks in which denormals, which count as 0 in products of pairs, could
+// Kernel `simd` multiplies floats. Kernel `avx512_bf16` multiplies pairs of bf16, p rounded to
+// bf16, but floats in blocks in which denormals, which count as 0 in products of pairs, could
 // occur.
 #include <algorithm>
 #include <cmath>
@@ -80,8 +80,8 @@ struct Operands {
   std::int64_t value_stride;  // between rows of values
   Element* q;                 // [depth, heads]
   Element* keys;              // [kBlockKeys, depth]
-  Element* values;            // [kBlockRows, v_dim]  of numbers: keys; of pairs: along the keys
-  // Of pairs alone; numbers are in the place of the scores.
+  Element* values;            // [kBlockRows, v_dim]  of floats: keys; of pairs: along the keys
+  // Of pairs alone; floats are in the place of the scores.
   Element* p = nullptr;       // [kBlockRows, heads]
   Element* p_rest = nullptr;  // [kBlockRows, heads]  what p lost in rounding, or 0
   float least_q = 0;          // the least magnitude in q but 0
@@ -284,7 +284,7 @@ void attend(const SparseAttentionForward& args, bool with_pairs, std::int64_t t,
             Scratch scratch) {
   const AttentionSizes n = attention_sizes(args);
   const ForwardRow row(n, heads.count, scratch);
-  Operands<float> numbers(n, heads.count, scratch);
+  Operands<float> floats(n, heads.count, scratch);
   std::optional<Operands<Bf16Pair>> pairs;
   if constexpr (kMultipliesPairs) {
     if (with_pairs) {
@@ -310,8 +310,8 @@ void attend(const SparseAttentionForward& args, bool with_pairs, std::int64_t t,
     if constexpr (kMultipliesPairs)
       is_done = with_pairs && attend_block(args, t, heads, row, *pairs, count, is_first);
     if (!is_done) {
-      numbers.has_q = numbers.has_q && !with_pairs;  // pairs have been where it was
-      attend_block(args, t, heads, row, numbers, count, is_first);
+      floats.has_q = floats.has_q && !with_pairs;  // pairs have been where it was
+      attend_block(args, t, heads, row, floats, count, is_first);
       if (with_pairs) pairs->has_q = false;
     }
     count = keys.take(kBlockKeys, row.key_rows);
