@@ -87,6 +87,17 @@ Attention with_close_leaders(Attention a, double logit) {
   return a;
 }
 
+/// Makes pairs of keys, of which one leads the other by `lead` in every row. Their products with q
+/// differ in a single channel, but no sum of them is exact.
+Attention with_close_pairs(Attention a, double lead) {
+  constexpr std::int64_t kChannel = 8;  // the first that with_ties leaves alone
+  a = with_ties(std::move(a));
+  const double q = std::exp2(std::round(std::log2(lead / a.scale)));
+  for (std::int64_t row = 0; row < a.rows() * a.heads; ++row) a.q[row * a.qk_dim + kChannel] = q;
+  for (std::int64_t s = 0; s < a.keys; ++s) a.kv[s * a.qk_dim + kChannel] = s % 2;
+  return a;
+}
+
 /// Makes the logits rise by steps along the slots, to `height` of the first head, and less with
 /// every other head: kernels that keep a running maximum move it, head by head, at different slots.
 /// Keys of a step tie.
@@ -139,6 +150,22 @@ TEST(LogitRange, ALeadOfAFewBitsIsSeen) {
       SCOPED_TRACE(logit);
       const Attention a = with_close_leaders(whole, logit);
       expect_close(a, forward(a, execution), plain_attention(a));
+    }
+  });
+}
+
+// In fp32 the sums of products are off by some 2^-22 of the logit. In double they are exact.
+TEST(LogitRange, OnCudaTheRoundingOfProductsDoesNotTell) {
+  if (!has_cuda()) GTEST_SKIP();
+  on_each_type(10, [](const Execution& execution, const Attention& whole) {
+    if (execution.backend != Backend::cuda || whole.dtype == DType::f32) return;
+    for (const double deviation : {3e3, 1e4, 3e4, 1e5}) {
+      SCOPED_TRACE(deviation);
+      // No logit exceeds 8 deviations, so that the lead is at least 2^-18 of it.
+      const Attention a = with_close_pairs(with_logits(whole, deviation), 0x1p-15 * deviation);
+      expect_close(a, forward(a, execution), plain_attention(a));
+      const Attention sinks = with_sinks(a, deviation, 10);
+      expect_close(sinks, forward(sinks, execution), plain_attention(sinks));
     }
   });
 }

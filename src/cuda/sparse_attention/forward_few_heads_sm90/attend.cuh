@@ -12,6 +12,7 @@
 #include "cuda/hopper/from_lane_0.cuh"
 #include "cuda/hopper/store_matrices.cuh"
 #include "cuda/sparse_attention/forward_few_heads_sm90/shared.cuh"
+#include "cuda/sparse_attention/large_logits.cuh"
 
 namespace winnow::cuda::sparse_attention::forward_few_heads {
 
@@ -211,8 +212,11 @@ class Attention {
     shared_.sums_full.arrive();
     shared_.sums_full.wait(i);  // both teams' sums are there, and both are done with Q
     float own[4], other[4];
+    unsigned marked_heads = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) combine(item, j, own[j], other[j]);
+    for (int j = 0; j < 4; ++j) {
+      if (combine(item, j, own[j], other[j])) marked_heads |= 1u << head(j);
+    }
     const std::uint32_t staging = shared_address(shared_.q[i % 2]) + kTeam * kHeads * kRowBytes;
 #pragma unroll
     for (int tile = 0; tile < kValueTiles / 2; ++tile) {
@@ -221,6 +225,7 @@ class Attention {
     shared_.sums_free[1 - kTeam].arrive();
     sync_team();
     store(item, staging);
+    attend_marked_heads(item, __reduce_or_sync(0xffffffffu, marked_heads));
     shared_.q_free[i % 2].arrive();
   }
 
@@ -244,8 +249,8 @@ class Attention {
   }
 
   /// By what this and the other team's out of one head are multiplied. Team 0 writes lse and
-  /// max_logits.
-  __device__ void combine(int item, int j, float& own, float& other) const {
+  /// max_logits. Returns whether the head has to be attended once more.
+  __device__ bool combine(int item, int j, float& own, float& other) const {
     const int h = head(j);
     const RowState totals[2] = {shared_.totals[0][h], shared_.totals[1][h]};
     const float maximum = fmaxf(totals[0].maximum, totals[1].maximum);
@@ -258,17 +263,21 @@ class Attention {
     }
     const auto logit = [&](float product) { return product * params_.power * params_.rest; };
     const bool is_there = h < params_.heads;
+    const float sum = totals[0].sum * factors[0] + totals[1].sum * factors[1];
     const RowEnd end =
-        finish_row(logit(maximum), totals[0].sum * factors[0] + totals[1].sum * factors[1],
+        finish_row(logit(maximum), sum,
                    is_there && params_.sink != nullptr ? __ldg(params_.sink + h) : -INFINITY);
     own = factors[kTeam] * end.normalizer;
     other = factors[1 - kTeam] * end.normalizer;
-    if (kTeam != 0 || warp() != 0 || lane() >= 4 || !is_there) return;
-    params_.lse[item * params_.lse_stride + h] = end.lse;
-    if (params_.max_logits != nullptr) {
-      params_.max_logits[item * params_.max_logits_stride + h] =
-          logit(fmaxf(totals[0].largest, totals[1].largest));
+    const float largest = fmaxf(totals[0].largest, totals[1].largest);
+    if (kTeam == 0 && warp() == 0 && lane() < 4 && is_there) {
+      params_.lse[item * params_.lse_stride + h] = end.lse;
+      if (params_.max_logits != nullptr) {
+        params_.max_logits[item * params_.max_logits_stride + h] = logit(largest);
+      }
     }
+    return is_shared_at_large_logits(logit(maximum),
+                                     sum * fast_exp2(-scale_.rise(maximum, largest)));
   }
 
   static constexpr int kRowBytes = kValueTiles / 2 * kTileRowBytes;  // of a head, in staging
@@ -308,6 +317,17 @@ class Attention {
                    : "r"(staging + staging_offset(h, lane())));
       if (h < params_.heads)
         *reinterpret_cast<uint4*>(target + h * params_.out_head_stride) = words;
+    }
+  }
+
+  /// Attends heads once more: each warp those that it has stored.
+  __device__ void attend_marked_heads(int item, unsigned heads) const {
+    if (heads == 0) return;
+    constexpr int kColumns = kValueTiles / 2 * kTileColumns;
+#pragma unroll 1
+    for (int h = warp(); h < params_.heads; h += 4) {
+      if (!((heads >> h) & 1)) continue;
+      attend_in_double<T>(params_, item, h, kTeam * kColumns, (kTeam + 1) * kColumns, kTeam == 0);
     }
   }
 

@@ -9,6 +9,7 @@
 #include "cuda/sparse_attention/forward_general/gather.cuh"
 #include "cuda/sparse_attention/forward_general/scores.cuh"
 #include "cuda/sparse_attention/forward_general/values.cuh"
+#include "cuda/sparse_attention/large_logits.cuh"
 
 namespace winnow::cuda::sparse_attention::forward_general {
 
@@ -25,7 +26,6 @@ class RowAttention {
     clear_channels();
   }
 
-  /// Ends with a barrier.
   __device__ void run(std::int64_t t, int first_head) {
     int slots = parameters_.topk;
     if (parameters_.lengths != nullptr) slots = max(0, min(slots, parameters_.lengths[t]));
@@ -36,7 +36,8 @@ class RowAttention {
     } else {
       run_values(t, first_head, slots, tiles);
     }
-    wait_for_block<Shape::kThreads>();  // the next item's Q and normalizers overwrite this one's
+    wait_for_block<Shape::kThreads>();  // out, lse and max_logits of all rows are written
+    attend_marked_rows(t, first_head);
   }
 
  private:
@@ -76,6 +77,14 @@ class RowAttention {
       wait_for_block<Shape::kThreads>();
     }
     values.store(t, first_head);
+  }
+
+  __device__ void attend_marked_rows(std::int64_t t, int first_head) const {
+#pragma unroll 1
+    for (int row = warp(); row < Shape::kHeads; row += Shape::kThreads / 32) {
+      if (!is_marked(shared_.normalizer[row])) continue;
+      attend_in_double<T>(parameters_, t, first_head + row, 0, parameters_.v_dim, true);
+    }
   }
 
   /// Waits for this thread's copies of all tiles but the last where they go two tiles ahead.

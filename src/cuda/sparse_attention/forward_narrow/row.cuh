@@ -9,6 +9,7 @@
 #include "cuda/common/mma.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/sparse_attention/forward_narrow/gather.cuh"
+#include "cuda/sparse_attention/large_logits.cuh"
 
 namespace winnow::cuda::sparse_attention::forward_narrow {
 
@@ -62,7 +63,7 @@ class RowAttention {
         ring_(reinterpret_cast<T*>(memory + sizeof(Storage)) + team() * Shape::kRingElements),
         team_values_(reinterpret_cast<float*>(memory + sizeof(Storage))) {}
 
-  /// Ends with a barrier.
+  /// The next item's normalizers are written behind a barrier.
   __device__ void run(std::int64_t t, int group_head) {
     const int first_head = group_head + warp() * 16;
     const bool has_heads = first_head < parameters_.heads;
@@ -112,7 +113,8 @@ class RowAttention {
     finish_rows(t, group_head);
     __syncthreads();  // the teams' accumulators and the normalizers are there
     store_out(t, group_head);
-    __syncthreads();  // the next item's rows overwrite the accumulators
+    __syncthreads();  // out is written; the next item's rows overwrite the accumulators
+    attend_marked_rows(t, group_head);
   }
 
  private:
@@ -297,7 +299,8 @@ class RowAttention {
     const bool has_sink = parameters_.sink != nullptr && h < parameters_.heads;
     const RowEnd end =
         finish_row(largest * parameters_.rest, sum, has_sink ? parameters_.sink[h] : -INFINITY);
-    shared_.normalizer[row] = end.normalizer;
+    shared_.normalizer[row] =
+        is_shared_at_large_logits(end.max_logit, sum) ? marked(end.normalizer) : end.normalizer;
     if (h < parameters_.heads) {
       parameters_.lse[t * parameters_.lse_stride + h] = end.lse;
       if (parameters_.max_logits != nullptr) {
@@ -336,6 +339,14 @@ class RowAttention {
       }
       *reinterpret_cast<uint4*>(out + h * parameters_.out_head_stride + column) =
           uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+    }
+  }
+
+  __device__ void attend_marked_rows(std::int64_t t, int group_head) const {
+#pragma unroll 1
+    for (int row = thread() / 32; row < kHeads; row += kThreads / 32) {
+      if (!is_marked(shared_.normalizer[row])) continue;
+      attend_in_double<T>(parameters_, t, group_head + row, 0, parameters_.v_dim, true);
     }
   }
 

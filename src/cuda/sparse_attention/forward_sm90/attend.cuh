@@ -9,6 +9,7 @@
 #include "cuda/sparse_attention/forward_sm90/shared.cuh"
 #include "cuda/sparse_attention/forward_sm90/softmax.cuh"
 #include "cuda/sparse_attention/forward_sm90/store.cuh"
+#include "cuda/sparse_attention/large_logits.cuh"
 
 namespace winnow::cuda::sparse_attention::forward_sm90 {
 
@@ -57,6 +58,7 @@ class Attention {
 
  private:
   static constexpr int kOther = 1 - kSide;
+  static constexpr int kFirstColumn = kSide * kHalfTiles * kTileColumns;  // of out
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ static int row() {  // and 8 more
@@ -126,7 +128,8 @@ class Attention {
       if (info.has(kLast)) {
         shared_.finished.wait(items - 1);
         const float normalizers[2] = {shared_.normalizers[row()], shared_.normalizers[row() + 8]};
-        store_out<T>(params_, out_, normalizers, info.item, kSide * kHalfTiles * kTileColumns);
+        store_out<T>(params_, out_, normalizers, info.item, kFirstColumn);
+        attend_marked_rows(info.item, normalizers);
         start_item();
       }
       info = next;
@@ -326,8 +329,25 @@ class Attention {
       normalizers = finish_rows(item);
       free_slices<0, 0>();
     }
-    store_out<T>(params_, out_, normalizers.of_row, item, 0);
+    store_out<T>(params_, out_, normalizers.of_row, item, kFirstColumn);
+    attend_marked_rows(item, normalizers.of_row);
     start_item();
+  }
+
+  /// Attends the rows of this warp once more whose normalizers are marked.
+  __device__ void attend_marked_rows(int item, const float (&normalizers)[2]) const {
+    // Four neighbouring bits stand for a row, as four lanes do.
+    const std::uint64_t rows = __ballot_sync(0xffffffffu, is_marked(normalizers[0])) |
+                               std::uint64_t{__ballot_sync(0xffffffffu, is_marked(normalizers[1]))}
+                                   << 32;
+    if (rows == 0) return;
+    const int first_head = item % params_.head_groups * kHeads + row() - lane() / 4;
+#pragma unroll 1
+    for (int i = 0; i < 16; ++i) {
+      if (!((rows >> (4 * i)) & 1)) continue;
+      attend_in_double<T>(params_, item / params_.head_groups, first_head + i, kFirstColumn,
+                          kFirstColumn + kHalfTiles * kTileColumns, kSide == 0);
+    }
   }
 
   struct Normalizers {
@@ -345,17 +365,19 @@ class Attention {
       const auto logit = [&](float product) { return product * params_.power * params_.rest; };
       const float sink =
           is_there && params_.sink != nullptr ? __ldg(params_.sink + head) : -INFINITY;
-      const RowEnd end = finish_row(logit(state_[half].maximum),
-                                    quad_sum(state_[half].sum) + shared_.sums[r], sink);
-      const float largest = quad_max(state_[half].largest);
-      normalizers.of_row[half] = end.normalizer;
+      const float maximum = logit(state_[half].maximum);
+      const float sum = quad_sum(state_[half].sum) + shared_.sums[r];
+      const RowEnd end = finish_row(maximum, sum, sink);
+      const float largest = fmaxf(quad_max(state_[half].largest), shared_.largest[r]);
+      const float total = sum * fast_exp2(-scale_.rise(state_[half].maximum, largest));
+      normalizers.of_row[half] =
+          is_shared_at_large_logits(maximum, total) ? marked(end.normalizer) : end.normalizer;
       if (lane() % 4 != 0) continue;
-      shared_.normalizers[r] = end.normalizer;
+      shared_.normalizers[r] = normalizers.of_row[half];
       if (!is_there) continue;
       params_.lse[t * params_.lse_stride + head] = end.lse;
       if (params_.max_logits != nullptr) {
-        params_.max_logits[t * params_.max_logits_stride + head] =
-            logit(fmaxf(largest, shared_.largest[r]));
+        params_.max_logits[t * params_.max_logits_stride + head] = logit(largest);
       }
     }
     shared_.finished.arrive();
