@@ -42,16 +42,20 @@ class OutOfMemory : public std::bad_alloc {
   std::array<char, 64> text_;  // no string, which would ask for memory
 };
 
-/// Memory that programs can still use without swapping; none where the kernel does not say. The
-/// limit of a container is not looked at: its page cache counts as used there.
+/// Memory that programs can still use, with what the swap can still take; none where the kernel
+/// does not say. The limit of a container is not looked at: its page cache counts as used there.
 std::optional<std::size_t> available_bytes() {
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen("/proc/meminfo", "r"),
                                                              std::fclose);
   std::array<char, 128> line;
+  std::optional<std::size_t> available;
   std::size_t kib = 0;
-  while (file && std::fgets(line.data(), line.size(), file.get()) != nullptr)
-    if (std::sscanf(line.data(), "MemAvailable: %zu kB", &kib) == 1) return kib << 10;
-  return std::nullopt;
+  while (file && std::fgets(line.data(), line.size(), file.get()) != nullptr) {
+    if (std::sscanf(line.data(), "MemAvailable: %zu kB", &kib) == 1) available = kib << 10;
+    if (available && std::sscanf(line.data(), "SwapFree: %zu kB", &kib) == 1)
+      return *available + (kib << 10);  // which stands behind MemAvailable
+  }
+  return available;
 }
 
 void refuse_what_would_not_fit(std::size_t bytes) {

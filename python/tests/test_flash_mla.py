@@ -108,6 +108,13 @@ def test_more_heads_of_keys_are_refused(name, call):
         ({"kv": None}, TypeError, "kv is a NoneType: must be a tensor"),
         ({"indices": [0]}, TypeError, "indices is a list: must be a tensor"),
         ({"topk_length": 3}, TypeError, "topk_length is a int: must be a tensor"),
+        ({"out": [1]}, TypeError, "out is a list: must be a tensor"),
+        ({"attn_sink": [1.0]}, TypeError, "attn_sink is a list: must be a tensor"),
+        ({"attn_sink": torch.ones(3)}, ValueError, r"attn_sink f32\[3\]: h_q must be 2, as in q$"),
+        ({"attn_sink": torch.ones(2).int()}, ValueError, r"attn_sink i32\[2\]: dtype must be f32$"),
+        ({"topk_length": torch.ones(3).int()}, ValueError, r"topk_length i32\[3\]: s_q must be 4"),
+        ({"sm_scale": math.inf}, ValueError, "sm_scale inf: must be finite$"),
+        ({"kv": torch.ones(6, 1, 8)}, ValueError, r"kv f32\[6, 8\]: d_qk must be 16, as in q$"),
         ({"d_v": "8"}, TypeError, "d_v '8': must be an integer"),
         ({"d_v": 512}, ValueError, "d_v 512: must be at most 16, the channels of q"),
         (

@@ -3,6 +3,7 @@
 
 import math
 import re
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -493,16 +494,36 @@ def test_errors_name_what_is_wrong(name, changes, error, text):
 class TestScale:
     @pytest.mark.parametrize(
         "scale",
-        ["1", [1.0], 1j, True, torch.ones(2), torch.tensor(True), torch.tensor(2 + 0j)],
+        [
+            "1",
+            b"1",
+            [1.0],
+            1j,
+            True,
+            *(torch.ones(2), torch.tensor(True), torch.tensor(2 + 0j)),
+            *(np.ones(2), np.array(True), np.array(2 + 0j), np.array("1"), np.bool_(True)),
+        ],
     )
     def test_must_be_a_number(self, name, scale):
         with pytest.raises(TypeError, match=rf"^{name}: scale {re.escape(repr(scale))}: must be a"):
             call(name, scale=scale)
 
-    @pytest.mark.parametrize("scale", [1, np.float32(1), Fraction(1), torch.tensor(1.0)])
+    @pytest.mark.parametrize(
+        "scale",
+        [
+            *(1, Fraction(1), Decimal(1), torch.tensor(1.0), torch.ones(1)),
+            *(np.float32(1), np.array(1.0), np.array(1), np.ones(1)),
+        ],
+    )
     def test_may_be_any_number(self, name, scale):
         results = call(name, scale=scale), call(name, scale=1.0)
         assert_equal(*(x[0] if isinstance(x, tuple) else x for x in results))
+
+    @pytest.mark.parametrize("scale", [10**400, -Fraction(10**400), Decimal("sNaN")], ids=type)
+    def test_is_finite(self, name, scale):
+        what = f"scale is a {type(scale).__name__} that no float can hold"
+        with pytest.raises(ValueError, match=f"^{name}: {what}: must be finite$"):
+            call(name, scale=scale)
 
     def test_has_no_gradient(self, name):
         with pytest.raises(NotImplementedError, match=f"^{name}: scale requires gradients: there"):

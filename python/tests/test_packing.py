@@ -9,6 +9,7 @@ import torch
 from cases import Random, assert_equal, offsets, packings, seeds
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import winnow
 from winnow import reference
@@ -123,13 +124,53 @@ class TestRowsWithoutAGroup:
     def test_query_rows_do_not_say_how_many_keys_there_are(self):
         packing = winnow.Packing(offsets([3, 2]), query_rows=torch.tensor([4]).int())
         assert winnow.gather_keys(torch.zeros(6, 8), packing).whole.shape == (6, 8)
+        for ratio in (1, 2, (1, 2)):
+            assert packing.own_keys(ratio) is None
+            x = torch.zeros(1, 8)
+            assert winnow.gather_keys(x, packing, ratio=ratio).whole is packing.shard(x, ratio) is x
+
+    def test_pools_are_counted_without_making_them(self, monkeypatch):
+        packing = winnow.Packing(offsets([3, 4]))
+        monkeypatch.setattr(winnow.Packing, "pool_rows", None)
+        assert packing.own_keys(2) == 3 and packing.own_keys((1, 2)) == 10
+
+    @pytest.mark.parametrize("allow", [True, False])
+    def test_fake_tensors_are_counted_too(self, allow):
+        packing = winnow.Packing(offsets([3, 4]))
+        with FakeTensorMode(allow_non_fake_inputs=allow):
+            assert winnow.gather_keys(torch.ones(3, 8), packing, ratio=2).whole.shape == (3, 8)
+            with pytest.raises(ValueError, match=r"^gather_keys: x \[4, 8\]: must have 3 rows"):
+                winnow.gather_keys(torch.ones(4, 8), packing, ratio=2)
+
+    @pytest.mark.parametrize(
+        ("ratio", "error", "text"),
+        [
+            (0, ValueError, "ratio 0: must be at least 1"),
+            ((1, -2), ValueError, "ratio -2: must be at least 1"),
+            ((), ValueError, r"ratio \(\): must not be empty"),
+            (True, TypeError, "ratio True: must be an integer"),
+            (1.0, TypeError, "ratio 1.0: must be an integer"),
+            ((1, 2.0), TypeError, "ratio 2.0: must be an integer"),
+            (None, TypeError, "ratio None: must be an integer"),
+        ],
+    )
+    @pytest.mark.parametrize("counted", [True, False])
+    def test_ratios_are_checked_in_the_name_of_the_call(self, ratio, error, text, counted):
+        """Where nothing is counted, too, as with offsets on a GPU."""
+        rows = None if counted else torch.tensor([4]).int()
+        packing, x = winnow.Packing(offsets([3, 2]), query_rows=rows), torch.zeros(5, 8)
+        for name, call in {
+            "Packing.own_keys": packing.own_keys,
+            "Packing.shard": lambda ratio: packing.shard(x, ratio),
+            "gather_keys": lambda ratio: winnow.gather_keys(x, packing, ratio=ratio),
+        }.items():
+            with pytest.raises(error, match=f"^{name}: {text}$"):
+                call(ratio)
 
     def test_what_has_no_rows_is_named(self):
         packing = winnow.Packing(offsets([3, 2]))
         with pytest.raises(TypeError, match=r"^Packing.shard: x is a list: must be a tensor"):
             packing.shard([1.0] * 5)
-        with pytest.raises(TypeError, match="ratio 2.0: must be an integer"):
-            packing.shard(torch.zeros(5, 8), 2.0)
 
     def test_the_check_is_traced(self):
         def double(x, packing):

@@ -132,6 +132,10 @@ def _refusals() -> None:
         packing.pool_rows(1)
     with pytest.raises(ValueError, match="ratio 4: must divide multiple 2"):
         winnow.gather_keys(x, packing, ratio=4)
+    with pytest.raises(ValueError, match="^gather_keys: ratio 0: must be at least 1$"):
+        winnow.gather_keys(x, packing, ratio=0)
+    with pytest.raises(ValueError, match="^Packing.layout: ratio 0: must be at least 1$"):
+        packing.layout(0)
     with pytest.raises(ValueError, match=r"^gather_keys: x \[12, 8\]: must have 6 rows, those of"):
         winnow.gather_keys(torch.zeros(12, 8), packing)
     with pytest.raises(TypeError, match="gather_keys: packing is a Tensor"):

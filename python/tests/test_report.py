@@ -115,6 +115,12 @@ def test_elements_are_closed_and_named(text):
     assert elements.all("html") == [{"lang": "en"}]
 
 
+def test_shares_say_of_what(text):
+    assert ">of copy and product</th>" in text
+    (told,) = re.findall(r"<desc id=\"roofline-\S*>(.*?)</desc>", text)
+    assert re.fullmatch(r"(\w+ [\d.]+ of copy and product(, |$))+", told)
+
+
 def test_sections_of_one_kind_have_names_of_their_own(measured):
     """Whether their titles are the same or not."""
     other = RUN | {"case": "deepseek-v3.2"}

@@ -138,6 +138,19 @@ def test_more_memory_than_the_machine_has_left_is_not_asked_for(no_matrix_produc
     assert ran.returncode == 1 and re.fullmatch(told, ran.stderr), ran.stderr
 
 
+def test_what_the_swap_can_take_is_left(no_matrix_product, tmp_path):
+    """With another /proc/meminfo, which a user without rights sees in a namespace of its own."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable: 2097152 kB\nSwapFree:\t    1048576 kB\n")
+    mount = f'mount --bind {meminfo} /proc/meminfo && exec "$@"'
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", mount, "bash"]
+    if shutil.which("unshare") is None or subprocess.run([*inside, "true"]).returncode:
+        pytest.skip("no namespaces here")
+    words = "bench sparse_attention --backend cpu --tokens 2147483647"
+    code, told = shell('"$@"', *inside, TOOL, *words.split())
+    assert (code, told) == (1, "winnow: out of memory: 16.0 TiB are needed, 2.75 GiB are left\n")
+
+
 @pytest.mark.parametrize(
     "words, sentence",
     [

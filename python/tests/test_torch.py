@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """winnow with torch.compile, checkpointing, DLPack and tensor parallelism."""
 
+from decimal import Decimal
 from functools import partial
 
 import numpy as np
@@ -141,6 +142,18 @@ class TestCompile:
             q, kv = random.normal(tokens, 3, 16), random.normal(7, 16)
             indices = random.lists(tokens, 4, 7)
             assert_equal(compiled(q, kv, indices), attention(q, kv, indices))
+
+    @pytest.mark.parametrize("scale", [np.float32(0.5), np.float64(0.5), np.array(0.5), Decimal(1)])
+    def test_scale_of_another_type_breaks_the_graph(self, scale):
+        def attention(scale):
+            return winnow.sparse_attention(torch.ones(2, 3, 16), kv, indices, scale=scale).out
+
+        random = Random(2)
+        kv, indices = random.normal(7, 16, dtype=f32), random.lists(2, 4, 7)
+        what = "sparse_attention: scale is a (ndarray|Decimal): must be a Python number"
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=what):
+            torch.compile(attention, fullgraph=True, backend="eager")(scale)
+        assert_equal(torch.compile(attention, backend="eager")(scale), attention(float(scale)))
 
     def test_automodel(self):
         def attention(q, kv, sink, indices):

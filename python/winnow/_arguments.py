@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks and conversions of arguments that the C++ library does not see; it checks the others."""
 
-from numbers import Integral, Real
-from typing import Any, Protocol, TypeAlias
+import math
+from numbers import Integral
+from typing import Any, Protocol, SupportsFloat, TypeAlias
 
 import torch
 from torch import Tensor
@@ -64,17 +65,29 @@ def check_topk(function: str, topk: int) -> None:
     check_size(function, "topk", topk, 1, MOST_TOPK)
 
 
-def check_number(function: str, name: str, value: float) -> None:
-    """Before torch converts it."""
-    if isinstance(value, Tensor):
-        number = value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
-        if number and torch.is_grad_enabled() and value.requires_grad:
-            raise NotImplementedError(f"{function}: {name} requires gradients: there are none")
-    else:
-        real = isinstance(value, (float, int, torch.SymFloat, torch.SymInt, Real))
-        number = real and not isinstance(value, bool)
-    if not number:
+def number(function: str, name: str, value: float) -> float:
+    """Returns a number of any type, or the only element of an array, as a number of Python."""
+    if type(value) is float or isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value
+    kind = type(value).__name__
+    if torch.compiler.is_dynamo_compiling():  # the values of arrays are not known
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        raise TypeError(
+            f"{function}: {name} is a {kind}: must be a Python number to be traced by torch.compile"
+        )
+    one = math.prod(getattr(value, "shape", ())) == 1
+    if isinstance(value, Tensor) and one and torch.is_grad_enabled() and value.requires_grad:
+        raise NotImplementedError(f"{function}: {name} requires gradients: there are none")
+    scalar = value.item() if one and hasattr(value, "item") else value
+    if not one or isinstance(scalar, bool) or not isinstance(scalar, SupportsFloat):
         raise TypeError(f"{function}: {name} {value!r}: must be a number")
+    try:
+        return float(scalar)
+    except (OverflowError, ValueError):  # an int of 400 digits, a Decimal that is a signalling NaN
+        raise ValueError(
+            f"{function}: {name} is a {kind} that no float can hold: must be finite"
+        ) from None
 
 
 def check_dtype(function: str, name: str, value: Tensor, other: str, like: Tensor) -> None:

@@ -8,6 +8,7 @@ lets other libraries import it as `flash_mla` where FlashMLA itself is not insta
 
 import importlib.util
 import math
+import re
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -16,10 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from winnow._arguments import check_number, check_size, one_head, optional_tensor, tensor
+from winnow._arguments import check_size, number, one_head, optional_tensor, tensor
 from winnow.functional import sparse_attention
 
 _NAME = "flash_mla_sparse_fwd"
+_ITS_WORDS = {  # for those of winnow
+    "sink": "attn_sink",
+    "lengths": "topk_length",
+    "scale": "sm_scale",
+    "tokens": "s_q",
+    "heads": "h_q",
+    "qk_dim": "d_qk",
+    "v_dim": "d_v",
+}
 _installed: dict[str, ModuleType] = {}
 
 
@@ -57,14 +67,17 @@ def flash_mla_sparse_fwd(
         raise TypeError(f"{_NAME}: {', '.join(unknown)}: not among the arguments that winnow knows")
     if indexer_topk != 0:
         raise NotImplementedError(f"{_NAME}: indexer_topk {indexer_topk}: must be 0")
-    check_number(_NAME, "sm_scale", sm_scale)
+    sm_scale = number(_NAME, "sm_scale", sm_scale)
     if sm_scale == 0:
         raise ValueError(f"{_NAME}: sm_scale {sm_scale}: must not be 0")
     check_size(_NAME, "d_v", d_v, 1)
     q, kv, indices = (
         tensor(_NAME, name, x) for name, x in (("q", q), ("kv", kv), ("indices", indices))
     )
-    topk_length = optional_tensor(_NAME, "topk_length", topk_length)
+    attn_sink, topk_length, out = (
+        optional_tensor(_NAME, name, x)
+        for name, x in (("attn_sink", attn_sink), ("topk_length", topk_length), ("out", out))
+    )
     if q.dim() != 3:
         raise ValueError(f"{_NAME}: q {list(q.shape)}: must be [s_q, h_q, d_qk]")
     for name, x in (("indices", indices), ("topk_length", topk_length)):
@@ -78,16 +91,21 @@ def flash_mla_sparse_fwd(
             f"{_NAME}: out {list(out.shape)} of {out.dtype} on {out.device}: must be {list(shape)}"
             f" of {q.dtype} on {q.device}"
         )
-    result, lse, max_logits = sparse_attention(
-        q,
-        one_head(_NAME, "kv", kv),
-        one_head(_NAME, "indices", indices),
-        v_dim=d_v,
-        scale=sm_scale,
-        sink=attn_sink,
-        lengths=topk_length,
-        with_max_logits=True,
-    )
+    kv, indices = one_head(_NAME, "kv", kv), one_head(_NAME, "indices", indices)
+    try:
+        result, lse, max_logits = sparse_attention(
+            q,
+            kv,
+            indices,
+            v_dim=d_v,
+            scale=sm_scale,
+            sink=attn_sink,
+            lengths=topk_length,
+            with_max_logits=True,
+        )
+    except ValueError as error:
+        said = re.sub(r"\w+", lambda word: _ITS_WORDS.get(word[0], word[0]), str(error))
+        raise ValueError(f"{_NAME}: {said.partition(': ')[2]}") from None
     if out is not None:
         result = out.copy_(result)
     assert max_logits is not None  # as asked for

@@ -26,9 +26,9 @@ from winnow._arguments import (
     Array,
     check_dtype,
     check_not_batched,
-    check_number,
     check_size,
     check_topk,
+    number,
     one_of,
     optional_tensor,
     tensor,
@@ -206,7 +206,7 @@ def sparse_attention(
     if max_heads_per_pass is not None:
         check_size("sparse_attention", "max_heads_per_pass", max_heads_per_pass, 1)
     if scale is not None:
-        check_number("sparse_attention", "scale", scale)
+        scale = number("sparse_attention", "scale", scale)
     if scale == 0:  # 0 means "not given" to the library
         raise ValueError("sparse_attention: scale 0: must not be 0")
     options = _autograd.AttentionOptions(
@@ -287,7 +287,7 @@ def index_target(
     lse = tensor("index_target", "lse", lse)
     sink = optional_tensor("index_target", "sink", sink)
     target = optional_tensor("index_target", "target", target)
-    check_number("index_target", "scale", scale)
+    scale = number("index_target", "scale", scale)
     check_size("index_target", "key_offset", key_offset, 0)
     run = _autograd.Run(backend, kernel)
     with torch.no_grad():
@@ -360,7 +360,7 @@ def index_loss(  # type: ignore[misc]
         backend: "automatic" (the default), "reference", "cpu" or "cuda".
     """
     one_of("index_loss", "reduction", reduction, _REDUCTIONS)
-    check_number("index_loss", "scale", scale)
+    scale = number("index_loss", "scale", scale)
     check_size("index_loss", "key_offset", key_offset, 0)
     q, kv = tensor("index_loss", "q", q), values_of("index_loss", "kv", kv)
     check_dtype("index_loss", "kv", kv, "q", q)
@@ -453,7 +453,7 @@ def dense_index_loss(  # type: ignore[misc]
     check_rows("dense_index_loss", packing, q)
     check_dtype("dense_index_loss", "kv", kv, "q", q)
     check_dtype("dense_index_loss", "index_k", index_k, "index_q", index_q)
-    check_number("dense_index_loss", "scale", scale)
+    scale = number("dense_index_loss", "scale", scale)
     check_size("dense_index_loss", "key_offset", key_offset, 0)
     begin, end = packing.windows(ratio)
     check_keys("dense_index_loss", "index_k", packing, ratio, index_k, index_keys)

@@ -94,15 +94,16 @@ def gather_keys(x: Array, packing: Packing, *, ratio: Ratios = 1, regather: bool
     x = tensor("gather_keys", "x", x)
     if not isinstance(packing, Packing):
         raise TypeError(f"gather_keys: packing is a {type(packing).__name__}: must be a Packing")
+    ratios = ratios_of("gather_keys", ratio)
     if not torch.is_grad_enabled():
         x = x.detach()  # so that an operator called later, with gradients enabled, finds none
-    layout = packing.layout(ratio)
-    wrong_rows = _wrong_rows(x, packing.own_keys(ratio))
+    layout = packing.layout(ratios)
+    wrong_rows = _wrong_rows(x, packing.own_keys(ratios))
     if layout is not None:
         gradient = "with" if x.requires_grad else "without"
         width = "".join(f", {n}" for n in x.shape[1:])
-        ratios = " and ".join(map(str, ratios_of(ratio)))
-        signature = f"x {x.dtype} [rows{width}] of ratio {ratios} {gradient} gradient"
+        kinds = " and ".join(map(str, ratios))
+        signature = f"x {x.dtype} [rows{width}] of ratio {kinds} {gradient} gradient"
         layout.ranks.agree_on_keys(
             layout.function, x.device, signature, _mistake(x, layout) or wrong_rows
         )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing: the keys that each row of a packed batch may see, and the rows that this rank holds."""
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -116,11 +117,14 @@ class Packing:
         """The number of keys of this rank: rows (ratio 1), pools, or with several ratios all of
         these. Without a group this is unknown (None) with query_rows, and for pools if it would be
         read from a GPU or while Dynamo traces."""
-        layout = self.layout(ratio)
+        ratios = ratios_of("Packing.own_keys", ratio)
+        layout = self.layout(ratios)
         if layout is not None:
             return len(layout.own)
+        if self.query_rows is not None:
+            return None
         total = 0
-        for each in ratios_of(ratio):
+        for each in ratios:
             count = self.batch_tokens if each == 1 else self._pools(each)
             if count is None:
                 return None
@@ -137,6 +141,7 @@ class Packing:
     def shard(self, x: Tensor, ratio: Ratios = 1) -> Tensor:
         """The rows (with a ratio, the pools) of this rank of a tensor of the whole batch."""
         x = tensor("Packing.shard", "x", x)
+        ratio = ratios_of("Packing.shard", ratio)
         layout = self.layout(ratio)
         rows = self.own_keys(ratio) if layout is None else layout.size
         if rows is not None and (not x.dim() or len(x) != rows):
@@ -204,9 +209,13 @@ class Packing:
         return shards if ranks.size > 1 else None
 
     def _pools(self, ratio: int) -> int | None:
-        """The number of pools of this rank, if it can be had without waiting for a GPU."""
-        on_host = self.cu_seqlens.is_cpu and not torch.compiler.is_compiling()
-        return len(self.pool_rows(ratio)) if on_host or ratio in self._pool_rows else None
+        """The number of pools of all documents, if it can be had without waiting for a GPU."""
+        if ratio in self._pool_rows:
+            return len(self._pool_rows[ratio])
+        if torch.compiler.is_compiling() or not self.cu_seqlens.is_cpu:
+            return None
+        # Of numbers, since the tensors that FakeTensorMode computes have none.
+        return sum((end - begin) // ratio for begin, end in pairwise(self.cu_seqlens.tolist()))
 
     def _first_rows_of_pools(self, ratio: int) -> Tensor:
         """[pools of this rank], on the host, as indices into tensors of this rank."""

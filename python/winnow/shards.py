@@ -14,8 +14,13 @@ from winnow.parallel import Layout, Ranks
 Ratios = int | Sequence[int]
 
 
-def ratios_of(ratio: Ratios) -> tuple[int, ...]:
-    return tuple(ratio) if isinstance(ratio, Sequence) else (ratio,)
+def ratios_of(function: str, ratio: Ratios) -> tuple[int, ...]:
+    ratios = tuple(ratio) if isinstance(ratio, Sequence) else (ratio,)
+    if not ratios:
+        raise ValueError(f"{function}: ratio {ratio}: must not be empty")
+    for each in ratios:
+        check_size(function, "ratio", each, 1)
+    return ratios
 
 
 def check_sharding(sharding: str, multiple: int) -> None:
@@ -78,7 +83,7 @@ class Shards:
 
     def layout(self, ratio: Ratios) -> Layout:
         """The layout of rows (ratio 1), of pools, or with several ratios of their concatenation."""
-        ratios = ratios_of(ratio)
+        ratios = ratios_of("Packing.layout", ratio)
         if ratios not in self._layouts:
             kinds = [self._rows_of_ranks(r) for r in ratios]
             sizes = [sum(map(len, rows)) for rows in kinds]
@@ -98,7 +103,7 @@ class Shards:
         """The rows (ratio 1) or the pools of each rank."""
         if ratio == 1:
             return self.rows
-        if ratio < 1 or self._multiple % ratio:
+        if self._multiple % ratio:
             raise ValueError(
                 f"Packing: ratio {ratio}: must divide multiple {self._multiple}, so that every rank"
                 " has whole pools"

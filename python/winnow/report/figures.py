@@ -121,7 +121,7 @@ def roofline(points: list[dict[str, Any]], flops: float, bytes_per_second: float
     _plain_ticks(axes.xaxis, of_minor=False)
     _plain_ticks(axes.yaxis, of_minor=True)
     figure.legend(loc="outside lower center", ncols=2, fontsize=9)
-    told = ", ".join(f"{p['call']} {p['share']:.2f} of them" for p in order)
+    told = ", ".join(f"{p['call']} {p['share']:.2f} of copy and product" for p in order)
     return _svg(figure, name, "Achieved against a measured copy and product", told)
 
 

@@ -274,7 +274,15 @@ def _rooflines(
             ]
             for p in points
         ]
-        head = ["call", "queries", "keys", "median", "fastest - slowest", "GFLOP/s", "of these"]
+        head = [
+            "call",
+            "queries",
+            "keys",
+            "median",
+            "fastest - slowest",
+            "GFLOP/s",
+            "of copy and product",
+        ]
         name = anchor("roofline")
         svg = figures.roofline(
             points, product["flops_per_second"], bandwidth["bytes_per_second"], name
