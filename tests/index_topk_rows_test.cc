@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// index_topk: the selection of a row depends on that row alone; replay; fp8; gradients.
+// index_topk: the selection of a row depends on that row alone; rounding; replay; fp8; gradients.
 #include "tests/far_memory.h"
 #include "tests/indexer_calls.h"
+#include "tests/simd_targets.h"
 
 namespace winnow::tests {
 namespace {
@@ -137,6 +138,47 @@ TEST(IndexTopkRows, MayLiePast31Bits) {
       scores.download_all();
     }
     expect_same_bits(work.selected(), select(ix, execution));
+  });
+}
+
+// ---- Rounding.
+
+/// One row and key. The first product is 1, the others of the first head are 2^-24, and each other
+/// head has one of those: added to a sum of 1 one after another, all of them are lost in fp32.
+Indexer with_terms_that_sums_lose(std::int64_t heads, std::int64_t dim) {
+  Indexer ix = filled({.tokens = 1, .keys = 1, .heads = heads, .dim = dim, .topk = 1}, 51);
+  std::fill(ix.weights.begin(), ix.weights.end(), 1);
+  std::fill(ix.k.begin(), ix.k.end(), 0x1p-12);
+  ix.k[0] = 1;
+  std::fill(ix.q.begin(), ix.q.end(), 0);
+  std::fill_n(ix.q.begin(), dim, 0x1p-12);
+  for (std::int64_t h = 0; h < heads; ++h) ix.q[h * dim] = h == 0 ? 1 : 0x1p-24;
+  ix.begin = {0};
+  ix.end = {1};
+  return ix;
+}
+
+void expect_scores_close(const Indexer& ix, const Execution& execution) {
+  const PlainScores scores = plain_scores(ix, 0);
+  EXPECT_NEAR(select(ix, execution).scores[0], scores.of_key[0],
+              harness::score_limit(ix.dtype).value * scores.scale);
+}
+
+TEST(IndexTopkRounding, DoesNotGrowWithTheNumberOfTerms) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
+    if (execution.backend == Backend::cuda) return;  // tensor cores have sums of their own
+    for (const std::int64_t target : simd_targets()) {
+      const OnSimdTarget on_target(target);
+      for (const std::int64_t heads : {1, 64, 300}) {
+        for (const std::int64_t dim : {128, 136, 256, 264, 512, 1024}) {
+          const Indexer ix = with_terms_that_sums_lose(heads, dim);
+          const IndexForwardWork work(ix, {}, false);
+          if (!why_not(work.args, execution).empty()) continue;  // on this target
+          SCOPED_TRACE(fmt::format("{} heads, dim {}, {}", heads, dim, hwy::TargetName(target)));
+          expect_scores_close(ix, execution);
+        }
+      }
+    }
   });
 }
 

@@ -118,6 +118,28 @@ TEST(SmallNumbers, ARowDoesNotDependOnThoseOfOthers) {
   });
 }
 
+TEST(SmallNumbers, ARowMayHaveThemInSomeBlocksOfKeys) {
+  on_each_kernel_in_bf16(10, [](const Execution& execution, const Attention& whole) {
+    // Of blocks of 96 keys every second one has small keys; the largest logits come last.
+    Attention wide = whole;
+    wide.keys = 500;
+    wide.topk = 480;
+    wide = filled(wide, 10);
+    for (std::int64_t i = 0; i < wide.rows() * wide.topk; ++i)
+      wide.indices[i] = static_cast<std::int32_t>(i % wide.topk + i / wide.topk);
+    for (const std::int64_t first : {120, 310}) {
+      scale_rows(wide.kv, wide.qk_dim, first, 1, -60);
+      scale_rows(wide.kv, wide.qk_dim, first + 50, 1, 60);
+    }
+    scale_rows(wide.kv, wide.qk_dim, 450, 7, 2);
+    const Attention a = stored(wide);
+    const AttentionOutputs outputs = forward(a, execution);
+    expect_close(a, outputs, plain_attention(a));
+    for (std::int64_t t = 0; t < a.tokens; ++t)
+      expect_same_bits(forward(rows_of(a, t, 1), execution), rows_of(a, outputs, t, 1));
+  });
+}
+
 TEST(SmallNumbers, GradientsCountThem) {
   on_each_kernel_in_bf16(4, [](const Execution& execution, const Attention& whole) {
     Attention mixed = whole;  // rows of small queries between others
@@ -137,6 +159,27 @@ template <class Body>
 void on_each_host_kernel_in_bf16(std::uint64_t seed, const Body& body) {
   on_each_kernel_in_bf16(seed, [&](const Execution& execution, const Attention& whole) {
     if (harness::device_of(execution.backend).kind == DeviceKind::cpu) body(execution, whole);
+  });
+}
+
+TEST(SmallNumbers, DenormalDifferencesOfNormalProductsCount) {
+  // Products of 2^-112 that differ by 2^-127.
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
+    if (harness::device_of(execution.backend).kind != DeviceKind::cpu) return;
+    Attention a =
+        filled({.tokens = 1, .keys = 1, .heads = 1, .qk_dim = 1024, .v_dim = 1024, .topk = 1}, 11);
+    for (std::int64_t d = 0; d < a.qk_dim; ++d) {
+      a.q[d] = d % 2 == 0 ? 182 * 0x1p-64 : -183 * 0x1p-64;
+      a.kv[d] = d % 2 == 0 ? 184 * 0x1p-63 : 183 * 0x1p-63;
+    }
+    a.scale = 0x1p127F;
+    const AttentionOutputs outputs = forward(a, execution);
+    EXPECT_EQ(outputs.lse, Values{-512});
+    EXPECT_EQ(outputs.max_logits, Values{-512});
+    // The gradients are those through lse alone.
+    std::fill(a.d_out.begin(), a.d_out.end(), 0);
+    a.d_lse = {0x1p-70};
+    expect_close(a, forward_backward(a, execution), gradients_in_double(a));
   });
 }
 
@@ -190,18 +233,75 @@ TEST(SmallNumbers, GradientsBesideThemAreThoseOfTheRowAlone) {
   });
 }
 
+/// Two keys with p 1/2, of which dS is 2^79 and -2^79. Only the first of 8 channels of values and
+/// of d_out is not 0, and q and the other channels of the keys are.
+Attention with_large_dS() {
+  Attention a =
+      filled({.tokens = 1, .keys = 2, .heads = 1, .qk_dim = 16, .v_dim = 8, .topk = 2}, 8);
+  for (Values* values : {&a.q, &a.kv, &a.d_out, &a.d_lse})
+    std::fill(values->begin(), values->end(), 0);
+  a.kv[0] = 0x1p-20;
+  a.kv[16] = -0x1p-20;
+  a.d_out[0] = 0x1p100;
+  return a;
+}
+
 TEST(LargeNumbers, GradientsAreFiniteWhereBf16WouldRoundThemToInfinity) {
   on_each_kernel("sparse_attention", [](const Execution& execution) {
     if (harness::device_of(execution.backend).kind != DeviceKind::cpu) return;
-    Attention a =
-        filled({.tokens = 1, .keys = 2, .heads = 1, .qk_dim = 16, .v_dim = 8, .topk = 2}, 8);
-    for (Values* values : {&a.q, &a.kv, &a.d_out, &a.d_lse})
-      std::fill(values->begin(), values->end(), 0);
-    a.kv[0] = 0x1p-20;
-    a.kv[16] = -0x1p-20;
-    a.d_out[0] = 0x1p100;
+    Attention a = with_large_dS();
     a.scale = static_cast<float>(3.4e38 * 0x1p-79);  // so that scale * dS is 3.4e38
     expect_close(a, forward_backward(a, execution), gradients_in_double(a));
+  });
+}
+
+TEST(LargeNumbers, GradientsAreFiniteWhereTermsWouldBeInfiniteFromRoundedFactors) {
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
+    if (harness::device_of(execution.backend).kind != DeviceKind::cpu) return;
+    // bf16 rounds scale * dS up to 1.0078 * 2^100.
+    Attention a = with_large_dS();
+    a.scale = 1.0039215F * 0x1p21F;
+    a.d_kv_type = DType::bf16;
+    const double factor = 1.984375 * 0x1p27;
+    Attention large_d_q = a;
+    large_d_q.kv[9] = factor;
+    Attention large_d_kv = a;
+    large_d_kv.q[10] = factor;
+    for (const Attention& large : {large_d_q, large_d_kv}) {
+      AttentionGradients expected = gradients_in_double(large);
+      expected.d_kv = as_stored(DType::bf16, expected.d_kv);
+      expect_close(large, forward_backward(large, execution), expected);
+    }
+  });
+}
+
+TEST(LargeNumbers, OutIsFiniteWhereValuesAre) {
+  // p of the last key is e^15.5 where those before are 1.
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
+    if (harness::device_of(execution.backend).kind != DeviceKind::cpu) return;
+    for (const DType dtype : {DType::bf16, DType::f32}) {
+      Attention a = filled({.tokens = 2, .keys = 400, .topk = 300, .dtype = dtype, .scale = 1}, 12);
+      const AttentionForwardWork work(a, harness::device_of(execution.backend));
+      if (!is_taken(work.args, execution)) continue;
+      SCOPED_TRACE(name(dtype));
+      std::fill(a.q.begin(), a.q.end(), 0);
+      for (std::int64_t row = 0; row < a.tokens * a.heads; ++row) a.q[(row + 1) * a.qk_dim - 1] = 1;
+      for (std::size_t i = 0; i < a.indices.size(); ++i)
+        a.indices[i] = static_cast<std::int32_t>(i) % 300;
+      for (const double largest : {1e30, 1e32, 1e35, 0x1.fep127}) {
+        for (std::int64_t i = 0; i < a.keys * a.qk_dim; ++i) {
+          const bool is_value = i % a.qk_dim < a.v_dim;
+          a.kv[i] = is_value ? (i % 3 == 0 ? largest : largest / 2) : 0;
+        }
+        a.kv[300 * a.qk_dim - 1] = 15.5;
+        a.sink.clear();
+        expect_close(a, forward(a, execution), plain_attention(a));
+        a.sink = {14, 16, 18};
+        const AttentionOutputs outputs = forward(a, execution);
+        expect_close(a, outputs, plain_attention(a));
+        expect_same_bits(forward(rows_of(a, 1, 1), execution), rows_of(a, outputs, 1, 1));
+      }
+    }
   });
 }
 

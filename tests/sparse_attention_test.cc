@@ -232,6 +232,22 @@ TEST(SparseAttention, LargeScoresOverflowNothing) {
   });
 }
 
+TEST(SparseAttention, RoundingOfPIsNoFactorOfOut) {
+  // A key that comes late and has nearly all of p. In bf16 its e^15.25 is off by 2^-8.
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
+    Attention a =
+        filled({.tokens = 1, .keys = 97, .heads = 64, .qk_dim = 576, .v_dim = 512, .topk = 97}, 29);
+    a = with_all_keys(a);
+    a.scale = 1.90663898F;
+    std::fill(a.q.begin(), a.q.end(), 0.0);
+    for (std::int64_t h = 0; h < a.heads; ++h) a.q[(h + 1) * a.qk_dim - 1] = 1;
+    for (std::int64_t s = 0; s < a.keys; ++s) a.kv[(s + 1) * a.qk_dim - 1] = s == 96 ? 8 : 0;
+    expect_close(a, forward(a, execution), plain_attention(a));
+    a.sink.assign(static_cast<std::size_t>(a.heads), 15);
+    expect_close(a, forward(a, execution), plain_attention(a));
+  });
+}
+
 TEST(SparseAttention, ScaleOfZeroIsTheDefault) {
   on_each_kernel("sparse_attention", [](const Execution& execution) {
     Attention a = filled({.qk_dim = 24, .v_dim = 24, .scale = 0}, 16);

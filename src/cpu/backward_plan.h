@@ -24,7 +24,8 @@ struct Records {
   /// Distance between records in elements: an odd number of cache lines, as in padded_stride.
   template <class Element>
   static constexpr std::int64_t stride(std::int64_t heads) {
-    return 2 * elements_of<Element>(head_padding(heads)) + 16;
+    constexpr std::int64_t kCacheLine = 64 / sizeof(Element);
+    return (2 * elements_of<Element>(head_padding(heads)) / kCacheLine | 1) * kCacheLine;
   }
 
   static std::size_t bytes(std::int64_t rows, std::int64_t topk, std::int64_t heads) {

@@ -6,6 +6,7 @@
 // same order: channels first, then heads. So the bits of a score do not depend on the position of
 // the key in its panel, and selection and replay return the same ones.
 #include <algorithm>
+#include <array>
 #include <cstdint>
 
 #include <hwy/highway.h>
@@ -113,30 +114,60 @@ struct AddScores {
   }
 };
 
-/// Longer dot products are computed by multiply_blocked: shorter chains round less, and the panel
-/// stays in L1.
-inline constexpr std::int64_t kMaxUnblockedDepth = 256;
+// A score may be off by 1e-5 = 167 * 2^-24 of the sum of its terms' magnitudes, and each addition
+// in a chain may be off by 2^-24 of it. So chains are short, in numbers and not in elements:
 
-/// Scores one query row, q [heads, depth] with row stride q_stride, against a panel of keys.
-/// `products` is scratch of kColumnPadding floats per head, used if depth > kMaxUnblockedDepth.
+/// Longer dot products are computed in blocks.
+inline constexpr std::int64_t kMaxUnblockedDim = 128;
+/// Numbers in a block of a dot product; there is an addition for each block as well.
+inline constexpr std::int64_t kBlockDim = 64;
+/// Heads whose parts of a score are added in fp32; sums of more are added in double.
+inline constexpr std::int64_t kBlockHeads = 36;
+
+/// Elements that hold so many numbers.
 template <class Element>
-void score_panel(const Element* q, std::int64_t q_stride, const float* weights, std::int64_t heads,
+inline constexpr std::int64_t kMaxUnblockedDepth = kMaxUnblockedDim / kElementDepth<Element>;
+template <class Element>
+inline constexpr std::int64_t kBlockDepth = kBlockDim / kElementDepth<Element>;
+
+/// The part of the scores that comes from up to kBlockHeads heads.
+template <class Element>
+void score_heads(KMajor<Element> queries, const float* weights, std::int64_t heads,
                  std::int64_t depth, const Element* panel, float* products, float* scores) {
   const FloatTag d;
   for (std::int64_t i = 0; i < kPanelColumns; i += kLanes) hn::StoreU(hn::Zero(d), d, scores + i);
-  const KMajor<Element> queries{q, q_stride};
   const AddScores add{weights, scores};
-  if (depth <= kMaxUnblockedDepth) {
+  if (depth <= kMaxUnblockedDepth<Element>) {
     multiply(queries, heads, panel, kPanelColumns, kPanelColumns, depth, add);
     return;
   }
   multiply_blocked(queries, heads, panel, kPanelColumns, kPanelColumns, depth, products,
-                   kPanelColumns);
+                   kPanelColumns, false, kBlockDepth<Element>);
   for (std::int64_t h = 0; h < heads; ++h) {
     const AddScores add_head = add.at(h, 0);
     for (int v = 0; v < kTileVectors; ++v)
       add_head(0, v, hn::LoadU(d, products + h * kPanelColumns + v * kLanes));
   }
+}
+
+/// Scores one query row, q [heads, depth] with row stride q_stride, against a panel of keys.
+/// `products` is scratch of kColumnPadding floats for each head of a block.
+template <class Element>
+void score_panel(const Element* q, std::int64_t q_stride, const float* weights, std::int64_t heads,
+                 std::int64_t depth, const Element* panel, float* products, float* scores) {
+  const KMajor<Element> queries{q, q_stride};
+  if (heads <= kBlockHeads)
+    return score_heads(queries, weights, heads, depth, panel, products, scores);
+  const std::int64_t blocks = ceil_div(heads, kBlockHeads);
+  std::array<double, kPanelColumns> sums{};
+  std::int64_t h = 0;
+  for (std::int64_t i = 0; i < blocks; ++i) {
+    const std::int64_t next = heads * (i + 1) / blocks;
+    score_heads(queries.from(h, 0), weights + h, next - h, depth, panel, products, scores);
+    for (std::size_t column = 0; column < sums.size(); ++column) sums[column] += scores[column];
+    h = next;
+  }
+  for (std::size_t i = 0; i < sums.size(); ++i) scores[i] = static_cast<float>(sums[i]);
 }
 
 }  // namespace winnow::cpu::HWY_NAMESPACE

@@ -135,11 +135,11 @@ void query_gradient(const IndexTopkBackward& args, const IndexGradientPlan& plan
     const GradientEpilogue epilogue{&block,           weights.data(),   g.data(),
                                     plan.head_stride, d_weights.data(), nan_probe.data(),
                                     record.signs,     plan.sign_bytes,  0};
-    if (plan.dim <= kMaxUnblockedDepth) {
+    if (plan.dim <= kMaxUnblockedDim) {
       multiply(key_rows, block.count, q.data(), plan.head_stride, plan.heads, plan.dim, epilogue);
     } else {
       multiply_blocked(key_rows, block.count, q.data(), plan.head_stride, plan.heads, plan.dim,
-                       g.data(), plan.head_stride);
+                       g.data(), plan.head_stride, false, kBlockDim);
       for (std::int64_t h = 0; h < plan.heads; h += kLanes) {
         for (std::int64_t i = 0; i < block.count; ++i) {
           const auto a = hn::LoadU(FloatTag(), g.data() + i * plan.head_stride + h);

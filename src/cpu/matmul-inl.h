@@ -166,12 +166,14 @@ struct AddTo {
   }
 };
 
-/// C = A B, or C += A B if `accumulate`, blocked over the depth so that the panels of B fit in L1.
+/// C = A B, or C += A B if `accumulate`, in blocks of at most `max_depth`, by default those whose
+/// panels of B fit in L1.
 template <template <class> class OperandA, class Element>
 void multiply_blocked(OperandA<Element> a, std::int64_t rows, const Element* b,
                       std::int64_t b_stride, std::int64_t columns, std::int64_t depth, float* c,
-                      std::int64_t c_stride, bool accumulate = false) {
-  const std::int64_t blocks = ceil_div(depth, kPanelDepth);
+                      std::int64_t c_stride, bool accumulate = false,
+                      std::int64_t max_depth = kPanelDepth) {
+  const std::int64_t blocks = ceil_div(depth, max_depth);
   std::int64_t k = 0;
   for (std::int64_t i = 0; i < blocks; ++i) {
     const std::int64_t next = depth * (i + 1) / blocks;

@@ -223,10 +223,11 @@ inline FloatVector largest_of_columns(const Bf16Pair* rows, std::int64_t stride,
 /// normal: multiply_add counts denormals as 0, and products of bf16 are multiples of 2^-126 then.
 inline constexpr float kLeastMagnitude = 0x1p-56f;
 
-/// The same of two factors that differ in magnitude, from the least of each but 0.
+/// The same of two factors that differ in magnitude, from the least of each but 0. The spacing of
+/// bf16 goes by the power of two below a number, which may be just above half of it.
 inline bool have_normal_products(float least, float least_of_other) {
   return std::min(least, 1.0f) * std::min(least_of_other, 1.0f) >=
-         kLeastMagnitude * kLeastMagnitude;
+         4 * kLeastMagnitude * kLeastMagnitude;
 }
 
 }  // namespace winnow::cpu::HWY_NAMESPACE

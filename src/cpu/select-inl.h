@@ -11,31 +11,7 @@
 #include <hwy/highway.h>
 
 #include "core/threads.h"
-
-#ifndef WINNOW_CPU_SELECT_INL_H_ONCE_
-#define WINNOW_CPU_SELECT_INL_H_ONCE_
-namespace winnow::cpu {
-
-/// Sizes of a selection, independent of the SIMD target.
-struct SelectionPlan {
-  std::int64_t topk;
-  std::int64_t prune_above;  // with more candidates, the buffer is pruned before the next block
-
-  static constexpr std::int64_t kBlock = 64;  // number of scores that may be added at once
-  static constexpr std::int64_t kSlack = 64;  // whole vectors are stored after the last candidate
-
-  SelectionPlan(std::int64_t keys, std::int64_t selected)
-      : topk(std::min(selected, keys)),
-        prune_above(std::min(keys, std::max(2 * topk, topk + 512))) {}
-
-  std::int64_t capacity() const { return prune_above + kBlock + kSlack; }
-  std::size_t bytes() const {
-    return Scratch::bytes<float>(capacity()) + Scratch::bytes<std::int32_t>(capacity());
-  }
-};
-
-}  // namespace winnow::cpu
-#endif
+#include "cpu/selection_plan.h"
 
 #if defined(WINNOW_CPU_SELECT_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef WINNOW_CPU_SELECT_INL_H_

@@ -3,7 +3,7 @@
 // it goes through the keys of the row in blocks:
 //   keys         a block of keys, gathered and converted once per group  [keys, qk_dim]
 //   scores       keys x q^T                                              [keys, heads]
-//   p            exp(rest * (scores - shift))                            [keys, heads]
+//   p            exp(rest * (scores - shift) + log_factor)               [keys, heads]
 //   accumulator  += p^T x values, the first v_dim columns of keys        [heads, v_dim]
 // With heads along the vectors, maxima and sums over keys need no operation across lanes, and
 // p is already the MN-major left operand of the second product. The block, q^T and the
@@ -48,7 +48,7 @@ namespace {
 /// Keys per block: the depth of the second product, which reads and writes the whole accumulator.
 constexpr std::int64_t kBlockKeys = 96;
 
-/// What the products of a block read. Numbers and pairs of a task use the same memory.
+/// What the products of a block read. The floats and the pairs of a task use the same memory.
 template <class Element>
 struct Operands {
   static constexpr bool kArePairs = kElementDepth<Element> > 1;
@@ -93,7 +93,7 @@ struct ForwardRow {
   static std::size_t bytes(const AttentionSizes& n, std::int64_t heads) {
     return Scratch::bytes<float>(kBlockKeys * padded_stride(heads)) +
            Scratch::bytes<float>(heads * padded_stride(n.v_dim)) +
-           4 * Scratch::bytes<float>(padded_columns(heads)) +
+           5 * Scratch::bytes<float>(padded_columns(heads)) +
            Scratch::bytes<std::int32_t>(kBlockKeys);
   }
   ForwardRow(const AttentionSizes& n, std::int64_t heads, Scratch& scratch)
@@ -102,15 +102,18 @@ struct ForwardRow {
         max_score(scratch.take<float>(padded_columns(heads)).data()),
         shift(scratch.take<float>(padded_columns(heads)).data()),
         exp_sum(scratch.take<float>(padded_columns(heads)).data()),
+        lost_sum(scratch.take<float>(padded_columns(heads)).data()),
         rescale(scratch.take<float>(padded_columns(heads)).data()),
         key_rows(scratch.take<std::int32_t>(kBlockKeys).data()) {}
 
+  float log_factor = 0;    // p_j = exp(rest * (s_j - shift) + log_factor)
   float* scores;           // [kBlockKeys, heads]
-  float* accumulator;      // [heads, v_dim]  sum_j exp(rest * (s_j - shift)) v_j
+  float* accumulator;      // [heads, v_dim]  sum_j p_j v_j
   float* max_score;        // [heads]         maximum of all s_j so far
   float* shift;            // [heads]         close to max_score; -inf before the first key
-  float* exp_sum;          // [heads]         sum_j exp(rest * (s_j - shift))
-  float* rescale;          // [heads]         factor of accumulator and exp_sum after a new shift
+  float* exp_sum;          // [heads]         sum_j p_j
+  float* lost_sum;         // [heads]         the part of exp_sum that the accumulator has not
+  float* rescale;          // [heads]         factor of the three sums after a new shift
   std::int32_t* key_rows;  // [kBlockKeys]
 };
 
@@ -122,48 +125,55 @@ HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 namespace {
 
-/// One step of online softmax for kLanes heads: replaces the products in `scores` by
-/// exp(rest * (s - shift)). Returns whether the shift has changed.
-HWY_INLINE bool exponentiate(float* scores, std::int64_t stride, std::int64_t count,
-                             LogitScale scale, float* max_score, float* shift, float* exp_sum,
-                             float* rescale) {
+/// One step of online softmax for the kLanes heads from `head` on: replaces their products in
+/// row.scores by p. Returns whether the shift has changed.
+HWY_INLINE bool exponentiate(const ForwardRow& row, std::int64_t head, std::int64_t stride,
+                             std::int64_t count, LogitScale scale) {
   // The old shift is kept until the maximum exceeds it by this: exponentials stay far from
   // overflow, and the accumulator is seldom rescaled.
   constexpr float kSlack = 16;
   const FloatTag d;
   const auto power = hn::Set(d, scale.power);
   const auto rest = hn::Set(d, scale.rest);
+  const auto log_factor = hn::Set(d, row.log_factor);
+  float* const scores = row.scores + head;
   const auto minus_infinity = hn::Set(d, -std::numeric_limits<float>::infinity());
   auto block_max = minus_infinity;
   for (std::int64_t j = 0; j < count; ++j) {
     const auto s = hn::Mul(hn::LoadU(d, scores + j * stride), power);
     block_max = hn::IfThenElse(hn::Gt(s, block_max), s, block_max);  // ignores NaN
   }
-  const auto old_shift = hn::LoadU(d, shift);
+  const auto old_shift = hn::LoadU(d, row.shift + head);
   const auto changes = hn::Gt(hn::Mul(rest, hn::Sub(block_max, old_shift)), hn::Set(d, kSlack));
   const auto new_shift = hn::IfThenElse(changes, block_max, old_shift);
-  hn::StoreU(hn::Max(hn::LoadU(d, max_score), block_max), d, max_score);
-  hn::StoreU(new_shift, d, shift);
+  hn::StoreU(hn::Max(hn::LoadU(d, row.max_score + head), block_max), d, row.max_score + head);
+  hn::StoreU(new_shift, d, row.shift + head);
 
   // If all scores are -inf the shift is 0, since -inf - -inf would be NaN.
   const auto finite_shift = hn::IfThenZeroElse(hn::Eq(new_shift, minus_infinity), new_shift);
   auto sum = hn::Zero(d);
   for (std::int64_t j = 0; j < count; ++j) {
     float* const at = scores + j * stride;
-    // Exact but for the last product, and so 1 where s is the shift.
-    const auto p = exp(d, hn::Mul(rest, hn::MulSub(hn::LoadU(d, at), power, finite_shift)));
+    // The difference is exact, so that the exponent is log_factor where s is the shift.
+    const auto above_shift = hn::MulSub(hn::LoadU(d, at), power, finite_shift);
+    const auto p = exp(d, hn::MulAdd(rest, above_shift, log_factor));
     hn::StoreU(p, d, at);
     sum = hn::Add(sum, p);
   }
   const auto factors = hn::IfThenElse(
       changes, exp(d, hn::Mul(rest, hn::Sub(old_shift, finite_shift))), hn::Set(d, 1.0f));
-  hn::StoreU(factors, d, rescale);
+  float* const exp_sum = row.exp_sum + head;
+  float* const lost_sum = row.lost_sum + head;
+  hn::StoreU(factors, d, row.rescale + head);
   hn::StoreU(hn::MulAdd(hn::LoadU(d, exp_sum), factors, sum), d, exp_sum);
+  hn::StoreU(hn::Mul(hn::LoadU(d, lost_sum), factors), d, lost_sum);
   return !hn::AllFalse(d, changes);
 }
 
-/// Rounds p to pairs of keys. Of heads with large logits it keeps what p loses as well, since the
-/// products, whose rounding grows with them, leave no room for it. Returns whether there are any.
+/// Rounds p to pairs of keys. What it loses is added to lost_sum: where one key has nearly all of
+/// p, its rounding would else be a factor of out. Heads with large logits keep it in p_rest, since
+/// the products, whose rounding grows with them, leave no room for it. Returns whether there are
+/// any.
 inline bool round_p(const ForwardRow& row, std::int64_t stride, std::int64_t count,
                     std::int64_t heads, float rest, const Operands<Bf16Pair>& to) {
   constexpr float kLarge = 1024;
@@ -173,18 +183,24 @@ inline bool round_p(const ForwardRow& row, std::int64_t stride, std::int64_t cou
     const auto largest_logit = hn::Mul(hn::LoadU(d, row.shift + i), hn::Set(d, rest));
     const auto is_large = hn::Gt(hn::Abs(largest_logit), hn::Set(d, kLarge));
     const auto lost_of = [&](FloatVector p) HWY_ATTR {
-      const auto rounded = widen_bits(d, narrow_bits(d, p, BFloat16{}), BFloat16{});
-      return hn::IfThenElseZero(is_large, hn::Sub(p, rounded));
+      return hn::Sub(p, widen_bits(d, narrow_bits(d, p, BFloat16{}), BFloat16{}));
     };
     has_rest |= !hn::AllFalse(d, is_large);
+    auto lost_sum = hn::Zero(d);
     for (std::int64_t j = 0; j < count; j += 2) {
       const float* const from = row.scores + j * stride + i;
       const std::int64_t at = j / 2 * stride + i;
       const auto first = hn::LoadU(d, from);
       const auto second = j + 1 < count ? hn::LoadU(d, from + stride) : hn::Zero(d);
+      const auto lost_first = lost_of(first);
+      const auto lost_second = lost_of(second);
       store_pairs(first, second, to.p + at);
-      store_pairs(lost_of(first), lost_of(second), to.p_rest + at);
+      store_pairs(hn::IfThenElseZero(is_large, lost_first),
+                  hn::IfThenElseZero(is_large, lost_second), to.p_rest + at);
+      lost_sum = hn::Add(lost_sum, hn::Add(lost_first, lost_second));
     }
+    lost_sum = hn::IfThenZeroElse(is_large, lost_sum);
+    hn::StoreU(hn::Add(hn::LoadU(d, row.lost_sum + i), lost_sum), d, row.lost_sum + i);
   }
   return has_rest;
 }
@@ -209,7 +225,8 @@ void finish_heads(const SparseAttentionForward& args, const ForwardRow& row, std
   for (std::int64_t i = 0; i < heads.count; ++i) {
     const std::int64_t h = heads.begin + i;
     const double sum = has_keys ? row.exp_sum[i] : 0.0;
-    const double shift = has_keys ? double{scale.rest} * row.shift[i] : 0.0;
+    // The factor that makes p of exp(logit) is exp(-shift).
+    const double shift = has_keys ? double{scale.rest} * row.shift[i] - row.log_factor : 0.0;
     // exp(sink) on the scale of the shifted exponentials. If it overflows double, the output is 0,
     // which is the correct limit.
     const double sink_exp = sink && sum != 0 ? std::exp(static_cast<double>(sink(h)) - shift) : 0.0;
@@ -220,7 +237,9 @@ void finish_heads(const SparseAttentionForward& args, const ForwardRow& row, std
     const bool is_zero =
         sum == 0 || (sink_exp == std::numeric_limits<double>::infinity() && !std::isnan(sum));
     if (is_zero) std::fill(accumulator, accumulator + v_dim, 0.0f);
-    const float factor = is_zero ? 1.0f : static_cast<float>(1 / (sum + sink_exp));
+    // p, rounded, adds up to less or more than its sum, and so does out if it is not divided by it.
+    const double share = is_zero ? 1.0 : sum / (sum - row.lost_sum[i]);
+    const float factor = is_zero ? 1.0f : static_cast<float>(share / (sum + sink_exp));
     narrow_row(args.out.dtype, accumulator, factor, row_of(args.out, t, h), v_dim);
   }
 }
@@ -257,8 +276,7 @@ bool attend_block(const SparseAttentionForward& args, std::int64_t t, HeadRange 
                    of.depth, row.scores, head_stride);
   bool has_new_shift = false;
   for (std::int64_t i = 0; i < heads.count; i += kLanes) {
-    has_new_shift |= exponentiate(row.scores + i, head_stride, count, scale, row.max_score + i,
-                                  row.shift + i, row.exp_sum + i, row.rescale + i);
+    has_new_shift |= exponentiate(row, i, head_stride, count, scale);
   }
   for (std::int64_t i = 0; has_new_shift && !is_first && i < heads.count; ++i) {
     if (row.rescale[i] != 1)
@@ -279,11 +297,10 @@ bool attend_block(const SparseAttentionForward& args, std::int64_t t, HeadRange 
   return true;
 }
 
-/// Computes the outputs of query row t for a range of heads.
-void attend(const SparseAttentionForward& args, bool with_pairs, std::int64_t t, HeadRange heads,
-            Scratch scratch) {
+/// Computes the sums of query row t for a range of heads. Returns whether it has keys.
+bool attend_keys(const SparseAttentionForward& args, bool with_pairs, std::int64_t t,
+                 HeadRange heads, const ForwardRow& row, Scratch scratch) {
   const AttentionSizes n = attention_sizes(args);
-  const ForwardRow row(n, heads.count, scratch);
   Operands<float> floats(n, heads.count, scratch);
   std::optional<Operands<Bf16Pair>> pairs;
   if constexpr (kMultipliesPairs) {
@@ -304,6 +321,7 @@ void attend(const SparseAttentionForward& args, bool with_pairs, std::int64_t t,
     std::fill_n(row.max_score, padded_columns(heads.count), kMinusInfinity);
     std::fill_n(row.shift, padded_columns(heads.count), kMinusInfinity);
     std::fill_n(row.exp_sum, padded_columns(heads.count), 0.0f);
+    std::fill_n(row.lost_sum, padded_columns(heads.count), 0.0f);
   }
   for (bool is_first = true; count > 0; is_first = false) {
     bool is_done = false;
@@ -315,6 +333,35 @@ void attend(const SparseAttentionForward& args, bool with_pairs, std::int64_t t,
       if (with_pairs) pairs->has_q = false;
     }
     count = keys.take(kBlockKeys, row.key_rows);
+  }
+  return has_keys;
+}
+
+/// Whether the accumulator of a head has overflowed, or has got an infinity or NaN from values.
+bool has_overflowed(const ForwardRow& row, std::int64_t heads, std::int64_t v_dim) {
+  const FloatTag d;
+  const auto largest = hn::Set(d, std::numeric_limits<float>::max());
+  for (std::int64_t i = 0; i < heads; ++i) {
+    if (!std::isfinite(row.exp_sum[i])) continue;
+    const float* const accumulator = row.accumulator + i * padded_stride(v_dim);
+    auto is_finite = hn::Eq(largest, largest);
+    for (std::int64_t c = 0; c < v_dim; c += kLanes)
+      is_finite = hn::And(is_finite, hn::Le(hn::Abs(hn::LoadU(d, accumulator + c)), largest));
+    if (!hn::AllTrue(d, is_finite)) return true;
+  }
+  return false;
+}
+
+/// Computes the outputs of query row t for a range of heads.
+void attend(const SparseAttentionForward& args, bool with_pairs, std::int64_t t, HeadRange heads,
+            Scratch scratch) {
+  const AttentionSizes n = attention_sizes(args);
+  ForwardRow row(n, heads.count, scratch);
+  bool has_keys = attend_keys(args, with_pairs, t, heads, row, scratch);
+  if (has_keys && has_overflowed(row, heads.count, n.v_dim)) {
+    // p may be e^16, and there may be 2^31 keys: times 2^-56 the sum stays below 1.
+    row.log_factor = -38.816242f;
+    has_keys = attend_keys(args, false, t, heads, row, scratch);
   }
   finish_heads(args, row, t, heads, has_keys);
 }
@@ -337,9 +384,7 @@ HeadGroups groups_of(const AttentionSizes& n) { return {n.heads, n.qk_dim, kGrou
 std::size_t lane_bytes(const SparseAttentionForward& args) {
   const AttentionSizes n = attention_sizes(args);
   const std::int64_t heads = groups_of(n).max_size();
-  // Also where they are not multiplied, so that the workspace limit chooses no kernel.
-  const bool may_have_pairs = args.q.dtype == DType::bf16 && can_multiply_pairs();
-  const std::size_t pairs = may_have_pairs ? Operands<Bf16Pair>::bytes(n, heads) : 0;
+  const std::size_t pairs = may_have_pairs(args) ? Operands<Bf16Pair>::bytes(n, heads) : 0;
   return ForwardRow::bytes(n, heads) + std::max(Operands<float>::bytes(n, heads), pairs);
 }
 

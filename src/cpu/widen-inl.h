@@ -133,7 +133,11 @@ void narrow_row(const float* from, float factor, T* to, std::int64_t count) {
   for (; i + lanes <= count; i += lanes) {
     store_narrowed<T>(d, hn::Mul(hn::LoadU(d, from + i), factors), to + i);
   }
-  for (; i < count; ++i) to[i] = from_float(from[i] * factor, T{});
+  for (; i < count; ++i) {
+    // Copied, since rows of bf16 may be objects of another type: pairs.
+    const T rounded = from_float(from[i] * factor, T{});
+    std::memcpy(to + i, &rounded, sizeof(T));
+  }
 }
 
 /// Converts `count` elements of type `dtype` (bf16, f16 or f32) to fp32. Reads nothing after them.
