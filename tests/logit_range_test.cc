@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // sparse_attention and the indexer's losses over the whole range of logits: what 1.45 times is
 // finite in fp32. The oracle computes in double.
+#include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "tests/attention_calls.h"
 #include "tests/dense_loss_calls.h"
@@ -21,11 +23,28 @@ std::vector<Attention> shapes_of(Backend backend) {
   return shapes;
 }
 
+/// One row with heads in all places of a work item, in several items, and with wide values.
+std::vector<Attention> shapes_of_many_heads(Backend) {
+  std::vector<Attention> shapes;
+  for (const std::int64_t heads : {17, 40})
+    shapes.push_back({.tokens = 1, .keys = 70, .heads = heads, .topk = 64});
+  for (const std::int64_t heads : {16, 70}) {
+    shapes.push_back(
+        {.tokens = 1, .keys = 150, .heads = heads, .qk_dim = 576, .v_dim = 512, .topk = 130});
+  }
+  shapes.push_back(
+      {.tokens = 1, .keys = 150, .heads = 9, .qk_dim = 512, .v_dim = 512, .topk = 130});
+  shapes.push_back(
+      {.tokens = 1, .keys = 40, .heads = 6, .qk_dim = 1024, .v_dim = 1024, .topk = 40});
+  return shapes;
+}
+
 /// Calls body(execution, attention) for every kernel and the shapes and types that it takes.
 template <class Body>
-void on_each_type(std::uint64_t seed, const Body& body) {
+void on_each_type(std::uint64_t seed, const Body& body,
+                  std::vector<Attention> (*shapes)(Backend) = shapes_of) {
   on_each_kernel("sparse_attention", [&](const Execution& execution) {
-    for (const Attention& shape : shapes_of(execution.backend)) {
+    for (const Attention& shape : shapes(execution.backend)) {
       Attention a = filled(shape, seed);
       for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
         a.dtype = dtype;
@@ -67,6 +86,39 @@ Attention with_ties(Attention a) {
   }
   // Neighbouring slots hold a pair, so that all of the pairs stand in a row together.
   for (std::int64_t i = 0; i < a.rows() * a.topk; ++i) a.indices[i] = i % a.topk ^ 1;
+  return a;
+}
+
+/// Moves the keys of a pair as far apart as blocks of slots are, into blocks that kernels may give
+/// to different warps. There are no keys where pairs are not complete.
+Attention with_pairs_apart(Attention a) {
+  constexpr std::int64_t kBlock = 64;
+  for (std::int64_t i = 0; i < a.rows() * a.topk; ++i) {
+    const std::int64_t slot = i % a.topk;
+    const std::int64_t pair = slot / (2 * kBlock) * kBlock + slot % kBlock;
+    const std::int64_t key = 2 * pair + slot / kBlock % 2;
+    a.indices[i] = key / 2 * 2 + 1 < a.keys ? static_cast<std::int32_t>(key) : -1;
+  }
+  return a;
+}
+
+/// Gives every head a sink close to its largest logit, which leads every other one by `lead` and is
+/// led by that in all others. Of one row.
+Attention with_close_sinks(Attention a, double lead) {
+  const Values all_q = as_stored(a.dtype, a.q);
+  const Values all_k = as_stored(a.dtype, a.kv);
+  Values sinks;
+  for (std::int64_t h = 0; h < a.heads; ++h) {
+    double largest = -INFINITY;
+    for (const std::int32_t key : a.indices) {
+      if (key < 0) continue;
+      const auto q = all_q.begin() + h * a.qk_dim;
+      const auto k = all_k.begin() + key * a.qk_dim;
+      largest = std::max(largest, std::inner_product(q, q + a.qk_dim, k, 0.0));
+    }
+    sinks.push_back(a.scale * largest + (h % 2 == 0 ? -lead : lead));
+  }
+  a.sink = as_stored(DType::f32, sinks);
   return a;
 }
 
@@ -154,19 +206,97 @@ TEST(LogitRange, ALeadOfAFewBitsIsSeen) {
   });
 }
 
-// In fp32 the sums of products are off by some 2^-22 of the logit. In double they are exact.
+// A key that ties with itself in another block of slots, as it would if it stood there.
+TEST(LogitRange, KeysThatTieFarApartShareARowAtEveryMagnitude) {
+  on_each_type(12, [](const Execution& execution, const Attention& whole) {
+    for (const double deviation : {1e4, 1e6, 1e8, 1e10, 1e37}) {
+      SCOPED_TRACE(deviation);
+      const Attention a = with_pairs_apart(with_ties(with_logits(whole, deviation)));
+      expect_close(a, forward(a, execution), plain_attention(a));
+    }
+  });
+}
+
+// In fp32 the sums of products are off by some 2^-22 of the logit. In double they are exact. No
+// logit exceeds 8 deviations, so that leads of 2^-15 of one are at least 2^-18 of it.
+bool rounds_products(const Execution& execution, const Attention& a) {
+  return execution.backend != Backend::cuda || a.dtype == DType::f32;
+}
+constexpr double kLead = 0x1p-15;
+
+void expect_rounding_not_to_tell(const Execution& execution, const Attention& whole) {
+  if (rounds_products(execution, whole)) return;
+  for (const double deviation : {3e3, 1e4, 3e4, 1e5}) {
+    SCOPED_TRACE(deviation);
+    const Attention a = with_close_pairs(with_logits(whole, deviation), kLead * deviation);
+    expect_close(a, forward(a, execution), plain_attention(a));
+    const Attention sinks = with_sinks(a, deviation, 10);
+    expect_close(sinks, forward(sinks, execution), plain_attention(sinks));
+  }
+}
 TEST(LogitRange, OnCudaTheRoundingOfProductsDoesNotTell) {
   if (!has_cuda()) GTEST_SKIP();
-  on_each_type(10, [](const Execution& execution, const Attention& whole) {
-    if (execution.backend != Backend::cuda || whole.dtype == DType::f32) return;
-    for (const double deviation : {3e3, 1e4, 3e4, 1e5}) {
-      SCOPED_TRACE(deviation);
-      // No logit exceeds 8 deviations, so that the lead is at least 2^-18 of it.
-      const Attention a = with_close_pairs(with_logits(whole, deviation), 0x1p-15 * deviation);
-      expect_close(a, forward(a, execution), plain_attention(a));
-      const Attention sinks = with_sinks(a, deviation, 10);
-      expect_close(sinks, forward(sinks, execution), plain_attention(sinks));
-    }
+  on_each_type(10, expect_rounding_not_to_tell);
+}
+TEST(LogitRange, OnCudaTheRoundingOfProductsOfManyHeadsDoesNotTell) {
+  if (!has_cuda()) GTEST_SKIP();
+  on_each_type(10, expect_rounding_not_to_tell, shapes_of_many_heads);
+}
+
+TEST(LogitRange, OnCudaTheRoundingOfProductsDoesNotTellBesideASink) {
+  if (!has_cuda()) GTEST_SKIP();
+  on_each_type(
+      13,
+      [](const Execution& execution, const Attention& whole) {
+        if (rounds_products(execution, whole)) return;
+        for (const double deviation : {3e3, 3e4, 1e5}) {
+          SCOPED_TRACE(deviation);
+          const Attention a = with_close_sinks(with_logits(whole, deviation), kLead * deviation);
+          expect_close(a, forward(a, execution), plain_attention(a));
+        }
+      },
+      shapes_of_many_heads);
+}
+
+// Heads of which one key has all are made by the tensor cores alone, whatever others need.
+TEST(LogitRange, OnCudaAHeadThatIsSharedLeavesOthersAlone) {
+  if (!has_cuda()) GTEST_SKIP();
+  on_each_type(
+      14,
+      [](const Execution& execution, const Attention& whole) {
+        if (rounds_products(execution, whole)) return;
+        const Attention tied = with_ties(with_logits(whole, 1e5));
+        Attention parted = tied;
+        const double away = std::abs(*std::max_element(tied.q.begin(), tied.q.end()));
+        for (std::int64_t h = 0; h < whole.heads; ++h) parted.q[h * whole.qk_dim] = away;
+        const AttentionOutputs expected = forward(parted, execution);
+        for (const std::int64_t shared : {std::int64_t{0}, whole.heads / 2, whole.heads - 1}) {
+          SCOPED_TRACE(shared);
+          Attention one = parted;
+          one.q[shared * whole.qk_dim] = 0;
+          AttentionOutputs outputs = forward(one, execution);
+          expect_close(one, outputs, plain_attention(one));
+          const auto copy_head = [&](Values& to, const Values& from, std::int64_t width) {
+            std::copy_n(from.begin() + shared * width, width, to.begin() + shared * width);
+          };
+          copy_head(outputs.out, expected.out, whole.v_dim);
+          copy_head(outputs.lse, expected.lse, 1);
+          copy_head(outputs.max_logits, expected.max_logits, 1);
+          expect_same_bits(outputs, expected);
+        }
+      },
+      shapes_of_many_heads);
+}
+
+TEST(LogitRange, ALogitOfMinusInfinityIsNone) {
+  on_each_type(15, [](const Execution& execution, const Attention& whole) {
+    if (whole.qk_dim == whole.v_dim) return;  // the value would be infinite, too
+    Attention a = with_ties(with_logits(whole, 1e5));
+    const std::int64_t channel = a.qk_dim - 1;
+    for (std::int64_t row = 0; row < a.rows() * a.heads; ++row) a.q[row * a.qk_dim + channel] = 1;
+    for (std::int64_t row = 0; row < a.rows(); ++row)
+      a.kv[a.indices[row * a.topk] * a.qk_dim + channel] = -INFINITY;
+    expect_close(a, forward(a, execution), plain_attention(a));
   });
 }
 

@@ -4,8 +4,11 @@
 //
 // The tensor cores' sums of products are off by a few units in the last place. That is a part of
 // the logit, and so of the exponent: where logits reach 2^13 it changes probabilities by more than
-// their rounding to 16 bits does. It matters only where several keys share a row, which is rare at
-// such heights: elsewhere the largest logit has all of it.
+// their rounding to 16 bits does. It matters only where the largest logit shares its row, with
+// other keys or with a sink, which is rare at such heights: elsewhere it has all of it.
+//
+// Only out is made again. lse stays what the tensor cores' products give, of which the backward
+// pass makes the same ones.
 #pragma once
 
 #include <cmath>
@@ -17,12 +20,13 @@
 
 namespace winnow::cuda::sparse_attention {
 
-/// Whether a row has to be attended once more. `total` is the sum of exp(logit - max_logit), 1 of
-/// which is the largest logit's own.
-__device__ inline bool is_shared_at_large_logits(float max_logit, float total) {
+/// Whether a row has to be attended once more. `share` is the probability of its largest logit.
+/// `has_rival`: another logit is so close that rounding alone may have parted the two.
+__device__ inline bool is_shared_at_large_logits(float max_logit, float share,
+                                                 bool has_rival = false) {
   constexpr float kMaxLogit = 0x1p12f;
-  constexpr float kMaxTotal = 1 + 0x1p-12f;
-  return fabsf(max_logit) > kMaxLogit && total > kMaxTotal;
+  constexpr float kWhole = 1 - 0x1p-12f;
+  return fabsf(max_logit) > kMaxLogit && share > 0 && (share < kWhole || has_rival);
 }
 
 /// A normalizer that marks its row, to be attended once more when out is stored. One of 0 means
@@ -35,11 +39,11 @@ __device__ inline float exp_of_difference(double x) {
   return fast_exp2(static_cast<float>(x * double{kLog2E}));
 }
 
-/// out of one head, columns [begin, end), and on request lse and max_logits. Called by a warp whose
-/// earlier writes they replace. A row's sums have one order, that of its slots.
+/// out of one head, columns [begin, end). Called by a warp. A row's sums have one order, that of
+/// its slots.
 template <class T>
 __device__ void attend_in_double(const ForwardParameters& params, std::int64_t t, int head,
-                                 int begin, int end, bool writes_lse) {
+                                 int begin, int end) {
   constexpr int kLanes = 32;
   constexpr int kColumns = 8;  // of a lane at a time
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -49,7 +53,7 @@ __device__ void attend_in_double(const ForwardParameters& params, std::int64_t t
       static_cast<T*>(params.out) + t * params.out_token_stride + head * params.out_head_stride;
   const double scale = double{params.power} * params.rest;
   const int slots = slots_of_row(params, t);
-  __syncwarp();  // the writes of other lanes come before this one's
+  __syncwarp();  // other lanes' writes of out come before this one's
 #pragma unroll 1
   for (int first = begin; first < end; first += kLanes * kColumns) {
     double maximum = -INFINITY;
@@ -61,7 +65,7 @@ __device__ void attend_in_double(const ForwardParameters& params, std::int64_t t
       if (key < 0 || key >= params.keys) continue;
       const T* const row = static_cast<const T*>(params.kv) + key * params.kv_stride;
       double product = 0;
-#pragma unroll 1
+#pragma unroll 4
       for (int d = lane; d < params.qk_dim; d += kLanes) {
         product += double{static_cast<float>(q[d])} * static_cast<float>(row[d]);
       }
@@ -70,6 +74,7 @@ __device__ void attend_in_double(const ForwardParameters& params, std::int64_t t
         product += __shfl_xor_sync(0xffffffffu, product, step);
       }
       const double logit = product * scale;
+      if (logit == -INFINITY) continue;  // nothing to measure it from, if it comes first
       if (logit > maximum) {
         const float factor = exp_of_difference(maximum - logit);
         maximum = logit;
@@ -93,12 +98,23 @@ __device__ void attend_in_double(const ForwardParameters& params, std::int64_t t
       const int column = first + lane + i * kLanes;
       if (column < end) out[column] = from_float<T>(static_cast<float>(values[i] * normalizer));
     }
-    if (!writes_lse || first > begin || lane != 0) continue;
-    params.lse[t * params.lse_stride + head] =
-        static_cast<float>(maximum + log2f(static_cast<float>(sum)) * double{kLn2});
-    if (params.max_logits != nullptr) {
-      params.max_logits[t * params.max_logits_stride + head] = static_cast<float>(maximum);
-    }
+  }
+}
+
+/// Attends those of kHeads heads once more whose normalizers, in shared memory, are marked; all
+/// warps of the block call it. Their writes of out come before, behind a barrier.
+template <class T, int kHeads, int kWarps>
+__device__ void attend_marked_heads(const ForwardParameters& params, std::int64_t t, int first_head,
+                                    const float* normalizers) {
+  constexpr int kLanes = 32;
+  static_assert(kHeads <= kWarps * kLanes);
+  const int warp = static_cast<int>(threadIdx.x) / kLanes;
+  const int own = warp + static_cast<int>(threadIdx.x) % kLanes * kWarps;
+  unsigned marked = __ballot_sync(0xffffffffu, own < kHeads && is_marked(normalizers[own]));
+#pragma unroll 1
+  for (; marked != 0; marked &= marked - 1) {
+    const int head = first_head + warp + (__ffs(marked) - 1) * kWarps;
+    attend_in_double<T>(params, t, head, 0, params.v_dim);
   }
 }
 

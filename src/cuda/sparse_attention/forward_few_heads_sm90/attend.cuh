@@ -225,8 +225,8 @@ class Attention {
     shared_.sums_free[1 - kTeam].arrive();
     sync_team();
     store(item, staging);
-    attend_marked_heads(item, __reduce_or_sync(0xffffffffu, marked_heads));
     shared_.q_free[i % 2].arrive();
+    attend_heads_in_double(item, __reduce_or_sync(0xffffffffu, marked_heads));
   }
 
   /// Makes the sums of the states those over all keys of the team.
@@ -263,9 +263,8 @@ class Attention {
     }
     const auto logit = [&](float product) { return product * params_.power * params_.rest; };
     const bool is_there = h < params_.heads;
-    const float sum = totals[0].sum * factors[0] + totals[1].sum * factors[1];
     const RowEnd end =
-        finish_row(logit(maximum), sum,
+        finish_row(logit(maximum), totals[0].sum * factors[0] + totals[1].sum * factors[1],
                    is_there && params_.sink != nullptr ? __ldg(params_.sink + h) : -INFINITY);
     own = factors[kTeam] * end.normalizer;
     other = factors[1 - kTeam] * end.normalizer;
@@ -277,7 +276,7 @@ class Attention {
       }
     }
     return is_shared_at_large_logits(logit(maximum),
-                                     sum * fast_exp2(-scale_.rise(maximum, largest)));
+                                     end.normalizer * fast_exp2(scale_.rise(maximum, largest)));
   }
 
   static constexpr int kRowBytes = kValueTiles / 2 * kTileRowBytes;  // of a head, in staging
@@ -321,13 +320,13 @@ class Attention {
   }
 
   /// Attends heads once more: each warp those that it has stored.
-  __device__ void attend_marked_heads(int item, unsigned heads) const {
+  __device__ void attend_heads_in_double(int item, unsigned heads) const {
     if (heads == 0) return;
     constexpr int kColumns = kValueTiles / 2 * kTileColumns;
 #pragma unroll 1
     for (int h = warp(); h < params_.heads; h += 4) {
       if (!((heads >> h) & 1)) continue;
-      attend_in_double<T>(params_, item, h, kTeam * kColumns, (kTeam + 1) * kColumns, kTeam == 0);
+      attend_in_double<T>(params_, item, h, kTeam * kColumns, (kTeam + 1) * kColumns);
     }
   }
 

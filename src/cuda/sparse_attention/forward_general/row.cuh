@@ -36,8 +36,9 @@ class RowAttention {
     } else {
       run_values(t, first_head, slots, tiles);
     }
-    wait_for_block<Shape::kThreads>();  // out, lse and max_logits of all rows are written
-    attend_marked_rows(t, first_head);
+    wait_for_block<Shape::kThreads>();  // out of all rows is written
+    attend_marked_heads<T, Shape::kHeads, Shape::kThreads / 32>(parameters_, t, first_head,
+                                                                shared_.normalizer);
   }
 
  private:
@@ -77,14 +78,6 @@ class RowAttention {
       wait_for_block<Shape::kThreads>();
     }
     values.store(t, first_head);
-  }
-
-  __device__ void attend_marked_rows(std::int64_t t, int first_head) const {
-#pragma unroll 1
-    for (int row = warp(); row < Shape::kHeads; row += Shape::kThreads / 32) {
-      if (!is_marked(shared_.normalizer[row])) continue;
-      attend_in_double<T>(parameters_, t, first_head + row, 0, parameters_.v_dim, true);
-    }
   }
 
   /// Waits for this thread's copies of all tiles but the last where they go two tiles ahead.

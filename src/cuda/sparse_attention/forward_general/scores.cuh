@@ -66,12 +66,12 @@ class ScoreWarp {
       const float factor = exp_of(base_[r] - softmax_base(largest));
       const int h = first_head + row_of_lane(r);
       const bool has_sink = parameters_.sink != nullptr && h < parameters_.heads;
-      const float total = sum_[r] * factor;
-      const RowEnd end =
-          finish_row(largest * parameters_.rest, total, has_sink ? parameters_.sink[h] : -INFINITY);
+      const RowEnd end = finish_row(largest * parameters_.rest, sum_[r] * factor,
+                                    has_sink ? parameters_.sink[h] : -INFINITY);
       const float normalizer = end.normalizer * factor;
-      shared_.normalizer[row_of_lane(r)] =
-          is_shared_at_large_logits(end.max_logit, total) ? marked(normalizer) : normalizer;
+      shared_.normalizer[row_of_lane(r)] = is_shared_at_large_logits(end.max_logit, end.normalizer)
+                                               ? marked(normalizer)
+                                               : normalizer;
       if (h < parameters_.heads) {
         parameters_.lse[t * parameters_.lse_stride + h] = end.lse;
         if (parameters_.max_logits != nullptr) {

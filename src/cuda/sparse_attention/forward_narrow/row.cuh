@@ -114,7 +114,7 @@ class RowAttention {
     __syncthreads();  // the teams' accumulators and the normalizers are there
     store_out(t, group_head);
     __syncthreads();  // out is written; the next item's rows overwrite the accumulators
-    attend_marked_rows(t, group_head);
+    attend_marked_heads<T, kHeads, kThreads / 32>(parameters_, t, group_head, shared_.normalizer);
   }
 
  private:
@@ -299,8 +299,9 @@ class RowAttention {
     const bool has_sink = parameters_.sink != nullptr && h < parameters_.heads;
     const RowEnd end =
         finish_row(largest * parameters_.rest, sum, has_sink ? parameters_.sink[h] : -INFINITY);
-    shared_.normalizer[row] =
-        is_shared_at_large_logits(end.max_logit, sum) ? marked(end.normalizer) : end.normalizer;
+    shared_.normalizer[row] = is_shared_at_large_logits(end.max_logit, end.normalizer)
+                                  ? marked(end.normalizer)
+                                  : end.normalizer;
     if (h < parameters_.heads) {
       parameters_.lse[t * parameters_.lse_stride + h] = end.lse;
       if (parameters_.max_logits != nullptr) {
@@ -339,14 +340,6 @@ class RowAttention {
       }
       *reinterpret_cast<uint4*>(out + h * parameters_.out_head_stride + column) =
           uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
-    }
-  }
-
-  __device__ void attend_marked_rows(std::int64_t t, int group_head) const {
-#pragma unroll 1
-    for (int row = thread() / 32; row < kHeads; row += kThreads / 32) {
-      if (!is_marked(shared_.normalizer[row])) continue;
-      attend_in_double<T>(parameters_, t, group_head + row, 0, parameters_.v_dim, true);
     }
   }
 

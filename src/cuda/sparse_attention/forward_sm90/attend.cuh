@@ -58,6 +58,7 @@ class Attention {
 
  private:
   static constexpr int kOther = 1 - kSide;
+  static constexpr float kRivalDistance = 0x1p-18f;  // of the products themselves
   static constexpr int kFirstColumn = kSide * kHalfTiles * kTileColumns;  // of out
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
@@ -346,7 +347,7 @@ class Attention {
     for (int i = 0; i < 16; ++i) {
       if (!((rows >> (4 * i)) & 1)) continue;
       attend_in_double<T>(params_, item / params_.head_groups, first_head + i, kFirstColumn,
-                          kFirstColumn + kHalfTiles * kTileColumns, kSide == 0);
+                          kFirstColumn + kHalfTiles * kTileColumns);
     }
   }
 
@@ -366,12 +367,17 @@ class Attention {
       const float sink =
           is_there && params_.sink != nullptr ? __ldg(params_.sink + head) : -INFINITY;
       const float maximum = logit(state_[half].maximum);
-      const float sum = quad_sum(state_[half].sum) + shared_.sums[r];
-      const RowEnd end = finish_row(maximum, sum, sink);
-      const float largest = fmaxf(quad_max(state_[half].largest), shared_.largest[r]);
-      const float total = sum * fast_exp2(-scale_.rise(state_[half].maximum, largest));
-      normalizers.of_row[half] =
-          is_shared_at_large_logits(maximum, total) ? marked(end.normalizer) : end.normalizer;
+      const RowEnd end = finish_row(maximum, quad_sum(state_[half].sum) + shared_.sums[r], sink);
+      const float own_largest = quad_max(state_[half].largest);
+      const float largest = fmaxf(own_largest, shared_.largest[r]);
+      const float share = end.normalizer * fast_exp2(scale_.rise(state_[half].maximum, largest));
+      // The warpgroups add channels in different orders: products that tie differ in the last bits,
+      // which may be worth more than an exponential bears.
+      const bool has_rival =
+          fabsf(own_largest - shared_.largest[r]) <= kRivalDistance * fabsf(largest);
+      normalizers.of_row[half] = is_shared_at_large_logits(maximum, share, has_rival)
+                                     ? marked(end.normalizer)
+                                     : end.normalizer;
       if (lane() % 4 != 0) continue;
       shared_.normalizers[r] = normalizers.of_row[half];
       if (!is_there) continue;
