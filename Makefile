@@ -6,10 +6,11 @@ venv := .venv/bin
 nvcc := $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 cpp_files = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc' '*.cu' '*.cuh'))
 build = cmake --preset $(1) && cmake --build --preset $(1)
+emulated_tests = $(shell cut -d' ' -f1 scripts/short_gpu_tests.txt) emulator_test logit_range_test fuzz
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja already uses all cores
-.PHONY: help run report test-report docs bench bench-eager check test test-all fuzz tsan gpu-test gpu-sanitize gpu-bundle wheel cuda-wheel lint format tidy clean
+.PHONY: help run report test-report docs bench bench-eager check test test-all fuzz tsan emulated-test gpu-test gpu-sanitize gpu-bundle wheel cuda-wheel lint format tidy clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -68,6 +69,14 @@ fuzz: build/.packages ## make random calls under sanitizers for SECONDS (60)
 
 tsan: build/.packages ## run the C++ tests under the thread sanitizer
 	scripts/tsan.sh
+
+emulated-test: build/.packages ## run the CUDA kernels on an emulated GPU, in minutes; nvcc is needed
+ifeq ($(nvcc),)
+	@echo "note: no nvcc here, the CUDA kernels are not run"
+else
+	CUDACXX=$(nvcc) $(call build,emulated) --target $(emulated_tests)
+	scripts/emulated_test.sh build/emulated
+endif
 
 gpu-test: build/.packages .venv/.installed ## build with CUDA, run all tests on this machine's GPU
 	CUDACXX=$(nvcc) $(call build,cuda)

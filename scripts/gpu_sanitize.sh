@@ -7,6 +7,11 @@
 # found an error, a test failed, or a program ran no test.
 set -euo pipefail
 folder=${1:-$(dirname "$0")}
+# A program and its filter a line. Together they launch every kernel of src/cuda, at sizes that take
+# seconds where the tools slow them down a hundredfold: every op by the general kernels of all types,
+# then the shapes that have kernels of their own. Left out is the kernel of remaining_chunks.cu, whose
+# test passes under memcheck, but did not end in time under racecheck.
+list=$(dirname "$0")/short_gpu_tests.txt
 seconds=180 # of one program under one tool; a hang ends as a failure
 PATH=$PATH:/usr/local/cuda/bin
 logs=$(mktemp -d)
@@ -16,30 +21,6 @@ if ! command -v compute-sanitizer >/dev/null; then
   echo "compute-sanitizer is not here; it comes with the CUDA toolkit" >&2
   exit 1
 fi
-
-# A program and its filter a line. Together they launch every kernel of src/cuda, at sizes that take
-# seconds where the tools slow them down a hundredfold: every op by the general kernels of all types,
-# then the shapes that have kernels of their own. Left out is the kernel of remaining_chunks.cu, whose
-# test passes under memcheck, but did not end in time under racecheck.
-tests() {
-  cat <<'LIST'
-hopper_barrier_test *
-hopper_gather_test *
-hopper_tensor_copy_test *
-hopper_wgmma_test *
-harness_test */cuda_*_glm_5_2_small:*/cuda_index_target_*_widths:*/cuda_dense_index_loss_*_widths:*/cuda_*_deepseek_v4_flash_small:*/cuda_*_misaligned:*/cuda_*_fp32_holes
-cuda_stream_test CapturedCalls.*
-sparse_attention_test SparseAttention.SlotsBetweenKeysMayHoldNone:SparseAttention.RowsWithoutKeysGiveZero
-sparse_attention_backward_test SparseAttentionBackward.DKvOf*:SparseAttentionBackward.WhatNoSlotNames*
-sparse_attention_deterministic_test SparseAttentionDeterministic.RowsOfSeveralBlocksRepeat
-index_loss_test IndexTarget.IsTheSumOfProbabilitiesOverHeads
-index_topk_test IndexTopk.TakesAnyNumberOfHeadsAndAnyWidth:IndexTopk.LengthsAndScoresAreOptional
-index_topk_rows_test IndexTopkFp8.SelectsByTheDequantisedKeys:IndexTopkBackward.InvalidSlotsTouchNothing
-index_topk_long_rows_test LongRowsOf.InfiniteScoresAreSelectedExactly:LongRowsOf.ManySlotsAreSortedByScore
-dense_index_loss_test DenseIndexLoss.ReadsNoKeyOutsideTheWindows
-value_projection_test *ManyTilesIsExact
-LIST
-}
 
 # Tests of such an outcome, OK or SKIPPED. Those of Hopper's instructions skip on other GPUs.
 count() { cat "${@:2}" | grep -cE "^\[ +($1) \]" || true; }
@@ -56,7 +37,7 @@ sanitize() {
     timeout "$seconds" compute-sanitizer --tool "$tool" --error-exitcode 1 \
       "$folder/$program" --gtest_filter="$filter" >"$logs/$tool.$program" 2>&1 &
     jobs[$program]=$!
-  done < <(tests)
+  done <"$list"
   for program in "${!jobs[@]}"; do
     log=$logs/$tool.$program
     if ! wait "${jobs[$program]}" || [[ $(count "OK|SKIPPED" "$log") == 0 ]]; then

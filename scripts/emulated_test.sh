@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Runs tests of the CUDA backend on the emulated GPU, two programs at a time.
+#   emulated_test.sh BUILD   a build with the preset emulated
+# The tests are those of short_gpu_tests.txt (see gpu_sanitize.sh), the tests of the emulator, the whole
+# range of logits, and the fuzzer for a while. WINNOW_EMULATOR_SEED chooses the order in which warps and
+# copies take turns. The last line counts the tests; the exit code is 0 only if none failed.
+set -euo pipefail
+build=$1
+list=$(dirname "$0")/short_gpu_tests.txt
+seconds=900 # of one program
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+
+run() {  # PROGRAM FILTER
+  local log=$logs/$1 arguments=(--gtest_filter="$2")
+  [[ $1 == fuzz ]] && arguments=(--backend cuda --seconds 30)
+  if ! timeout "$seconds" "$build/$1" "${arguments[@]}" >"$log" 2>&1; then
+    echo failed >"$log.failed"
+    tail -n 40 "$log"
+  fi
+  echo "$1: $(grep -cE '^\[ +OK \]' "$log" || true) tests passed"
+}
+
+while read -r program filter; do
+  run "$program" "$filter" &
+  while [[ $(jobs -rp | wc -l) -ge 2 ]]; do wait -n; done
+done < <(cat "$list" - <<'LIST'
+emulator_test *
+logit_range_test *
+fuzz *
+LIST
+)
+wait
+count() { cat "$logs"/*_test "$logs"/fuzz | grep -cE "^\[ +($1) \] .* ms\)$" || true; }
+failed=$(find "$logs" -name '*.failed' | wc -l)
+echo "$(count OK) passed, $failed failed, $(count SKIPPED) skipped"
+[[ $failed == 0 && $(count OK) -gt 0 ]]
