@@ -6,7 +6,7 @@ venv := .venv/bin
 nvcc := $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 cpp_files = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc' '*.cu' '*.cuh'))
 build = cmake --preset $(1) && cmake --build --preset $(1)
-emulated_tests = $(shell cut -d' ' -f1 scripts/short_gpu_tests.txt) emulator_test logit_range_test fuzz
+emulated_tests = $(shell cut -d' ' -f1 scripts/short_gpu_tests.txt scripts/emulated_tests.txt)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # ninja already uses all cores

@@ -168,8 +168,8 @@ Outcome start_load(Warp& warp, const Instruction& i, LaneMask mask) {
     warp.check_alignment(barrier, 8, lane);
     Warp* const starter = &warp;
     const Instruction* const instruction = &i;
-    Event event;
-    event.happen = [=] {
+    BulkCopy copy;
+    copy.complete = [=] {
       starter->current = instruction;
       for (std::size_t rank_of_block = 0; rank_of_block < starter->block.cluster.size();
            ++rank_of_block) {
@@ -199,7 +199,7 @@ Outcome start_load(Warp& warp, const Instruction& i, LaneMask mask) {
         change_mbarrier(there, barrier, -1, [&](Mbarrier& m) { m.land(static_cast<int>(bytes)); });
       }
     };
-    warp.block.grid.events.push_back(std::move(event));
+    warp.block.grid.bulk_copies.push_back(std::move(copy));
   });
   return Outcome::done;
 }
@@ -216,12 +216,12 @@ Outcome start_store(Warp& warp, const Instruction& i, LaneMask mask) {
       warp.fail("a reduction of elements that are not fp32", lane);
     }
     Warp* const starter = &warp;
-    Event event;
-    event.warp = starter;
-    event.lane = lane;
-    event.group = warp.bulk_group[lane];
+    BulkCopy copy;
+    copy.warp = starter;
+    copy.lane = lane;
+    copy.group = warp.bulk_group[lane];
     const Instruction* const instruction = &i;
-    event.happen = [=] {
+    copy.complete = [=] {
       starter->current = instruction;
       for_rows(box, from, [&](std::uint32_t row, std::byte* tensor, int first, int last) {
         if (tensor == nullptr) return;
@@ -244,7 +244,7 @@ Outcome start_store(Warp& warp, const Instruction& i, LaneMask mask) {
         }
       });
     };
-    warp.block.grid.events.push_back(std::move(event));
+    warp.block.grid.bulk_copies.push_back(std::move(copy));
   });
   return Outcome::done;
 }
@@ -258,12 +258,12 @@ Outcome commit_bulk(Warp& warp, const Instruction&, LaneMask mask) {
 Outcome wait_for_bulk(Warp& warp, const Instruction& i, LaneMask mask) {
   const int pending = static_cast<int>(i.operands[0].value);
   GridRun& grid = warp.block.grid;
-  for (std::size_t e = 0; e < grid.events.size();) {
-    const Event& event = grid.events[e];
-    const bool is_waited_for = event.warp == &warp && ((mask >> event.lane) & 1) &&
-                               event.group < warp.bulk_group[event.lane] - pending;
+  for (std::size_t e = 0; e < grid.bulk_copies.size();) {
+    const BulkCopy& copy = grid.bulk_copies[e];
+    const bool is_waited_for = copy.warp == &warp && ((mask >> copy.lane) & 1) &&
+                               copy.group < warp.bulk_group[copy.lane] - pending;
     if (is_waited_for) {
-      grid.happen(e);
+      grid.complete(e);
     } else {
       ++e;
     }

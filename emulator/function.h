@@ -24,6 +24,7 @@ struct Constant {
   std::array<std::uint32_t, kLanes> narrow;
 };
 
+/// The special registers, by their names in PTX.
 enum class Special : std::uint8_t {
   tid_x,
   tid_y,
@@ -67,8 +68,8 @@ struct Operand {
   bool negated = false;  // of a predicate
   std::uint8_t bytes = 0;
   std::uint32_t offset = 0;
-  std::int64_t value = 0;  // of a constant; of an address that is not constant: the displacement
-  std::int64_t displacement = 0;
+  std::int64_t value = 0;         // of a constant; otherwise see Kind
+  std::int64_t displacement = 0;  // of an address: [base + displacement]
   const Constant* constant = nullptr;
 };
 

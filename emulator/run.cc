@@ -54,10 +54,10 @@ std::uint32_t GridRun::random(std::uint32_t below) {
   return static_cast<std::uint32_t>((random_state_ >> 32) % below);
 }
 
-void GridRun::happen(std::size_t event) {
-  const std::function<void()> happens = std::move(events[event].happen);
-  events.erase(events.begin() + static_cast<std::ptrdiff_t>(event));
-  happens();
+void GridRun::complete(std::size_t copy) {
+  const std::function<void()> completes = std::move(bulk_copies[copy].complete);
+  bulk_copies.erase(bulk_copies.begin() + static_cast<std::ptrdiff_t>(copy));
+  completes();
 }
 
 void GridRun::start_cluster() {
@@ -72,8 +72,48 @@ void GridRun::start_cluster() {
     resident_.push_back(std::make_unique<Block>(*this, index, rank));
     members.push_back(resident_.back().get());
   }
-  for (Block* const block : members) block->cluster = members;
+  for (Block* const block : members) {
+    block->cluster = members;
+    for (const auto& warp : block->warps) warps_.push_back(warp.get());
+  }
   ++next_;
+}
+
+void GridRun::take_turn(Warp& warp) {
+  constexpr std::uint32_t kChance = 4;  // one of so many turns completes a copy
+  const bool ran = warp.run(1 + static_cast<int>(random(kMostInstructions)));
+  idle_turns_ = ran ? 0 : idle_turns_ + 1;
+  const bool all_wait = idle_turns_ > 16 * warps_.size();
+  if (!bulk_copies.empty() && (all_wait || random(kChance) == 0)) {
+    complete(random(static_cast<std::uint32_t>(bulk_copies.size())));
+    idle_turns_ = 0;
+  }
+  if (!warp.copies.empty() && (all_wait || random(kChance) == 0)) {
+    warp.land_first();
+    idle_turns_ = 0;
+  }
+  if (idle_turns_ > 10000 && idle_turns_ > 400 * warps_.size()) {
+    std::string where;
+    for (const Warp* const each : warps_) where += each->where();
+    throw KernelError(function.name + ": nothing goes on:" + where);
+  }
+}
+
+void GridRun::retire(std::size_t chosen) {
+  Warp& warp = *warps_[chosen];
+  while (!warp.copies.empty()) warp.land_first();
+  if (std::any_of(bulk_copies.begin(), bulk_copies.end(),
+                  [&](const BulkCopy& copy) { return copy.warp == &warp; })) {
+    warp.fail("a warp ends before TMA has read what it stores");
+  }
+  warps_.erase(warps_.begin() + static_cast<std::ptrdiff_t>(chosen));
+  const std::vector<Block*> members = warp.block.cluster;
+  if (!std::all_of(members.begin(), members.end(), [](auto* each) { return each->ended(); }))
+    return;
+  while (!bulk_copies.empty()) complete(0);  // those of this cluster need its memory
+  std::erase_if(resident_, [&](const auto& block) {
+    return std::find(members.begin(), members.end(), block.get()) != members.end();
+  });
 }
 
 void GridRun::run() {
@@ -86,61 +126,14 @@ void GridRun::run() {
   const auto by_memory =
       static_cast<unsigned>(std::max<std::size_t>((Gpu::kSharedBytes + kSharedBegin) / shared, 1));
   const unsigned resident = Gpu::kMultiprocessors * std::min({by_threads, by_memory, kMostBlocks});
-  std::vector<Warp*> warps;
-  std::size_t idle = 0;  // turns without progress
   while (true) {
-    bool changed = false;
     while (next_ < clusters && (resident_.empty() || resident_.size() + cluster <= resident)) {
       start_cluster();
-      changed = true;
     }
-    if (resident_.empty()) break;
-    if (changed || warps.empty()) {
-      warps.clear();
-      for (const auto& block : resident_) {
-        for (const auto& warp : block->warps) {
-          if (!warp->ended()) warps.push_back(warp.get());
-        }
-      }
-    }
-    const std::size_t chosen = random(static_cast<std::uint32_t>(warps.size()));
-    Warp& warp = *warps[chosen];
-    const bool ran = warp.run(1 + static_cast<int>(random(kMostInstructions)));
-    idle = ran ? 0 : idle + 1;
-    const bool all_idle = idle > 16 * warps.size();
-    if (!events.empty() && (all_idle || random(4) == 0)) {
-      happen(random(static_cast<std::uint32_t>(events.size())));
-      idle = 0;
-    }
-    if (!warp.copies.empty() && (all_idle || random(4) == 0 || warp.ended())) {
-      do {
-        warp.land_first();
-      } while (warp.ended() && !warp.copies.empty());
-      idle = 0;
-    }
-    if (idle > 10000 && idle > 400 * warps.size()) {
-      std::string where;
-      for (const Warp* const each : warps) where += each->where();
-      throw KernelError(function.name + ": nothing goes on:" + where);
-    }
-    if (warp.ended()) {
-      if (std::any_of(events.begin(), events.end(),
-                      [&](const Event& event) { return event.warp == &warp; })) {
-        warp.fail("a warp ends before TMA has read what it stores");
-      }
-      warps.erase(warps.begin() + static_cast<std::ptrdiff_t>(chosen));
-      if (warp.block.ended()) {
-        // What others of its cluster, or copies, still do in its memory comes first.
-        const std::vector<Block*> members = warp.block.cluster;
-        if (std::all_of(members.begin(), members.end(), [](auto* b) { return b->ended(); })) {
-          while (!events.empty()) happen(0);
-          std::erase_if(resident_, [&](const auto& block) {
-            return std::find(members.begin(), members.end(), block.get()) != members.end();
-          });
-          warps.clear();
-        }
-      }
-    }
+    if (warps_.empty()) return;
+    const std::size_t chosen = random(static_cast<std::uint32_t>(warps_.size()));
+    take_turn(*warps_[chosen]);
+    if (warps_[chosen]->ended()) retire(chosen);
   }
 }
 

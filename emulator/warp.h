@@ -152,10 +152,10 @@ class Block {
   std::unique_ptr<std::byte[]> shared_storage_;
 };
 
-/// Something that happens on its own some time after it was started, such as a TMA copy.
-struct Event {
-  std::function<void()> happen;
-  Warp* warp = nullptr;  // of a bulk copy from shared memory: whose, and which
+/// A copy by TMA, which completes some time after it was started.
+struct BulkCopy {
+  std::function<void()> complete;
+  Warp* warp = nullptr;  // of a copy from shared memory: whose, and in which group
   int lane = 0;
   int group = 0;
 };
@@ -169,7 +169,7 @@ class GridRun {
   const Function& function;
   const Grid& grid;
   const std::byte* parameters;
-  std::vector<Event> events;
+  std::vector<BulkCopy> bulk_copies;
   std::uint64_t clock = 0;
   std::uint64_t mbarrier_changes = 0;
   std::vector<std::vector<std::byte>> free_registers;  // of warps that have ended
@@ -181,14 +181,21 @@ class GridRun {
   std::map<const Block*, ClusterBarrier> cluster_barriers;
 
   std::uint32_t random(std::uint32_t below);
-  void happen(std::size_t event);
+  void complete(std::size_t copy);
   Memory::Range last_range;  // of the last access to device memory
 
  private:
   void start_cluster();
+  /// Lets a warp run, and copies complete in between.
+  void take_turn(Warp& warp);
+  /// Drops a warp that has ended, and its cluster with the last one.
+  void retire(std::size_t chosen);
+
   std::uint64_t next_ = 0;  // cluster
   std::uint64_t random_state_;
+  std::size_t idle_turns_ = 0;  // one after another
   std::vector<std::unique_ptr<Block>> resident_;
+  std::vector<Warp*> warps_;  // of resident blocks, that have not ended
 };
 
 inline std::byte* Warp::shared(std::uint64_t address, std::size_t bytes, int lane) const {

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Runs tests of the CUDA backend on the emulated GPU, two programs at a time.
 #   emulated_test.sh BUILD   a build with the preset emulated
-# The tests are those of short_gpu_tests.txt (see gpu_sanitize.sh), the tests of the emulator, the whole
-# range of logits, and the fuzzer for a while. WINNOW_EMULATOR_SEED chooses the order in which warps and
-# copies take turns. The last line counts the tests; the exit code is 0 only if none failed.
+# The tests are those of short_gpu_tests.txt, see gpu_sanitize.sh, and of emulated_tests.txt, which are
+# quick on it; the fuzzer runs for a while. WINNOW_EMULATOR_SEED chooses the order in which warps and copies
+# take turns. The last line counts the tests; the exit code is 0 only if none failed.
 set -euo pipefail
 build=$1
-list=$(dirname "$0")/short_gpu_tests.txt
+lists=$(dirname "$0")
 seconds=900 # of one program
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
@@ -25,12 +25,7 @@ run() {  # PROGRAM FILTER
 while read -r program filter; do
   run "$program" "$filter" &
   while [[ $(jobs -rp | wc -l) -ge 2 ]]; do wait -n; done
-done < <(cat "$list" - <<'LIST'
-emulator_test *
-logit_range_test *
-fuzz *
-LIST
-)
+done < <(cat "$lists"/short_gpu_tests.txt "$lists"/emulated_tests.txt)
 wait
 count() { cat "$logs"/*_test "$logs"/fuzz | grep -cE "^\[ +($1) \] .* ms\)$" || true; }
 failed=$(find "$logs" -name '*.failed' | wc -l)
