@@ -40,8 +40,8 @@ Outcome start_copy(Warp& warp, const Instruction& i, LaneMask mask) {
     copy.source_bytes[lane] = static_cast<std::uint8_t>(read);
     copy.group[lane] = warp.copy_group[lane];
   });
+  copy.due = warp.block.grid.random_due();
   warp.copies.push_back(copy);
-  if (warp.copies.size() > 256 || warp.block.grid.random(4) == 0) warp.land_first();
   return Outcome::done;
 }
 
@@ -75,6 +75,7 @@ Outcome arrive_after_copies(Warp& warp, const Instruction& i, LaneMask mask) {
     arrival.target[lane] = static_cast<std::uint32_t>(warp.address(i.operands[0], lane));
     arrival.group[lane] = warp.copy_group[lane];
   });
+  arrival.due = warp.block.grid.random_due();
   warp.copies.push_back(arrival);
   return Outcome::done;
 }
@@ -169,6 +170,7 @@ Outcome start_load(Warp& warp, const Instruction& i, LaneMask mask) {
     Warp* const starter = &warp;
     const Instruction* const instruction = &i;
     BulkCopy copy;
+    copy.due = warp.block.grid.random_due();
     copy.complete = [=] {
       starter->current = instruction;
       for (std::size_t rank_of_block = 0; rank_of_block < starter->block.cluster.size();
@@ -221,6 +223,7 @@ Outcome start_store(Warp& warp, const Instruction& i, LaneMask mask) {
     copy.lane = lane;
     copy.group = warp.bulk_group[lane];
     const Instruction* const instruction = &i;
+    copy.due = warp.block.grid.random_due();
     copy.complete = [=] {
       starter->current = instruction;
       for_rows(box, from, [&](std::uint32_t row, std::byte* tensor, int first, int last) {

@@ -83,12 +83,19 @@ void GridRun::take_turn(Warp& warp) {
   constexpr std::uint32_t kChance = 4;  // one of so many turns completes a copy
   const bool ran = warp.run(1 + static_cast<int>(random(kMostInstructions)));
   idle_turns_ = ran ? 0 : idle_turns_ + 1;
+  ++turns_;
   const bool all_wait = idle_turns_ > 16 * warps_.size();
-  if (!bulk_copies.empty() && (all_wait || random(kChance) == 0)) {
-    complete(random(static_cast<std::uint32_t>(bulk_copies.size())));
-    idle_turns_ = 0;
+  const auto may_end = [&](std::uint64_t due) {
+    return all_wait || (due <= turns_ && random(kChance) == 0);
+  };
+  if (!bulk_copies.empty()) {
+    const std::size_t copy = random(static_cast<std::uint32_t>(bulk_copies.size()));
+    if (may_end(bulk_copies[copy].due)) {
+      complete(copy);
+      idle_turns_ = 0;
+    }
   }
-  if (!warp.copies.empty() && (all_wait || random(kChance) == 0)) {
+  if (!warp.copies.empty() && may_end(warp.copies.front().due)) {
     warp.land_first();
     idle_turns_ = 0;
   }

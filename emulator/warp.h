@@ -86,7 +86,8 @@ class Warp {
     std::array<std::uint32_t, kLanes> target;  // shared; of an arrival: the mbarrier
     std::array<std::uint32_t, kLanes> group;
     std::array<std::uint8_t, kLanes> source_bytes;
-    int bytes = 0;  // 0: an arrival at an mbarrier
+    int bytes = 0;          // 0: an arrival at an mbarrier
+    std::uint64_t due = 0;  // the turn before which it lands only if it is waited for
   };
   std::deque<Copy> copies;
   std::array<std::uint32_t, kLanes> copy_group{};  // that is open
@@ -155,7 +156,8 @@ class Block {
 /// A copy by TMA, which completes some time after it was started.
 struct BulkCopy {
   std::function<void()> complete;
-  Warp* warp = nullptr;  // of a copy from shared memory: whose, and in which group
+  std::uint64_t due = 0;  // the turn before which it completes only if it is waited for
+  Warp* warp = nullptr;   // of a copy from shared memory: whose, and in which group
   int lane = 0;
   int group = 0;
 };
@@ -181,6 +183,8 @@ class GridRun {
   std::map<const Block*, ClusterBarrier> cluster_barriers;
 
   std::uint32_t random(std::uint32_t below);
+  /// When a copy that starts now is due: at once, or after thousands of turns.
+  std::uint64_t random_due() { return turns_ + (std::uint64_t{1} << random(14)); }
   void complete(std::size_t copy);
   Memory::Range last_range;  // of the last access to device memory
 
@@ -193,6 +197,7 @@ class GridRun {
 
   std::uint64_t next_ = 0;  // cluster
   std::uint64_t random_state_;
+  std::uint64_t turns_ = 0;
   std::size_t idle_turns_ = 0;  // one after another
   std::vector<std::unique_ptr<Block>> resident_;
   std::vector<Warp*> warps_;  // of resident blocks, that have not ended
