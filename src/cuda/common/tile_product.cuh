@@ -56,7 +56,7 @@ __device__ float4 load_four(const float* tile, int stride, int outer, int k) {
 template <int kDepth, bool kUnitKA, bool kUnitKB, class T, int kM, int kN>
 __device__ void multiply_tile(float (&c)[kM][kN][4], const T* a, int a_stride, const T* b,
                               int b_stride) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
   if constexpr (std::is_same_v<T, float>) {
 #pragma unroll 2
     for (int k = 0; k < kDepth; k += 4) {
@@ -115,7 +115,7 @@ __device__ void multiply_tile(float (&c)[kM][kN][4], const T* a, int a_stride, c
 /// not finite: their product with 0 would not be 0.
 template <int kM, int kN, class A, class B, class Counts>
 __device__ void add_terms(float (&c)[kM][kN][4], int depth, A a, B b, Counts counts) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll 1
   for (int k = 0; k < depth; ++k) {
 #pragma unroll

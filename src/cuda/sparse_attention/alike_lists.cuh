@@ -20,8 +20,8 @@ __device__ bool lists_are_alike(const Parameters& params) {
   constexpr int kWarps = kThreads / 32;
   bool is_found = false;
   if (rows > distance) {
-    const auto warp = static_cast<int>(threadIdx.x) / 32;
-    const auto lane = static_cast<int>(threadIdx.x) % 32;
+    const auto warp = static_cast<int>(threadIdx.x / 32);
+    const auto lane = static_cast<int>(threadIdx.x % 32);
     const std::int64_t row = std::int64_t{rows - distance} * warp / kWarps;
     const std::int64_t other = row + distance;
     // Slots without a key, -1, are larger than all keys.

@@ -25,15 +25,6 @@ namespace {
 constexpr int kSinkThreads = 1024;
 constexpr int kSinkWarps = kSinkThreads / 32;
 
-/// Whether a row has keys; all lanes of the calling warp get the answer.
-__device__ bool has_keys(const RowSlots& slots, int lane) {
-  for (std::int64_t slot = lane; slot - lane < slots.count; slot += 32) {
-    if (__any_sync(sparse_attention::backward_general::kAllLanes, slots.key(slot) >= 0))
-      return true;
-  }
-  return false;
-}
-
 /// Sums d_sink over all rows: a block has one head, a warp every 32nd row.
 template <class T>
 __global__ void __launch_bounds__(kSinkThreads)
@@ -43,7 +34,7 @@ __global__ void __launch_bounds__(kSinkThreads)
   for (std::int64_t h = blockIdx.x; h < parameters.heads; h += gridDim.x) {
     float sum = 0;
     for (std::int64_t t = threadIdx.x / 32; t < parameters.rows; t += kSinkWarps) {
-      if (!has_keys(parameters.slots.row(t), lane)) continue;
+      if (!sparse_attention::backward_general::has_keys(parameters.slots.row(t), lane)) continue;
       sum += sparse_attention::backward_general::constants_of_head<T>(parameters, t, h).d_sink;
     }
     const float total = reduce_block<kSinkThreads>(lane == 0 ? sum : 0, reduction,

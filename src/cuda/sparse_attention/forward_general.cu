@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(Shape::kThreads, kMinBlocks<Shape>)
   extern __shared__ __align__(16) unsigned char memory[];
   RowAttention<Shape> attention(parameters, memory);
   // One item a block: a loop over items would cost registers.
-  const int item = static_cast<int>(blockIdx.x);
-  attention.run(item / parameters.head_groups, item % parameters.head_groups * Shape::kHeads);
+  attention.run();
 }
 
 // ---- The launcher.

@@ -46,7 +46,7 @@ __device__ void attend_in_double(const ForwardParameters& params, std::int64_t t
                                  int begin, int end) {
   constexpr int kLanes = 32;
   constexpr int kColumns = 8;  // of a lane at a time
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const int lane = static_cast<int>(threadIdx.x % kLanes);
   const T* const q =
       static_cast<const T*>(params.q) + t * params.q_token_stride + head * params.q_head_stride;
   T* const out =
@@ -108,8 +108,8 @@ __device__ void attend_marked_heads(const ForwardParameters& params, std::int64_
                                     const float* normalizers) {
   constexpr int kLanes = 32;
   static_assert(kHeads <= kWarps * kLanes);
-  const int warp = static_cast<int>(threadIdx.x) / kLanes;
-  const int own = warp + static_cast<int>(threadIdx.x) % kLanes * kWarps;
+  const int warp = static_cast<int>(threadIdx.x / kLanes);
+  const int own = warp + static_cast<int>(threadIdx.x % kLanes) * kWarps;
   unsigned marked = __ballot_sync(0xffffffffu, own < kHeads && is_marked(normalizers[own]));
 #pragma unroll 1
   for (; marked != 0; marked &= marked - 1) {

@@ -23,12 +23,12 @@ struct Item {
 };
 template <int kHeads>
 __device__ Item item_of_block(const BackwardParameters& parameters) {
-  const auto item = static_cast<int>(blockIdx.x);
-  const auto groups = static_cast<int>(parameters.groups);
-  const int group = item / parameters.splits % groups;
-  return {.row = item / parameters.splits / groups,
-          .first_head = static_cast<int>(parameters.first_head) + group * kHeads,
-          .split = item % parameters.splits};
+  const auto splits = static_cast<unsigned>(parameters.splits);
+  const auto groups = static_cast<unsigned>(parameters.groups);
+  const unsigned group = blockIdx.x / splits % groups;
+  return {.row = static_cast<int>(blockIdx.x / splits / groups),
+          .first_head = static_cast<int>(parameters.first_head + group * kHeads),
+          .split = static_cast<int>(blockIdx.x % splits)};
 }
 
 template <class T>
@@ -96,8 +96,8 @@ struct Heads {
 
   static constexpr int kSize = sizeof(T);
 
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-  __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
+  __device__ static int warp() { return static_cast<int>(threadIdx.x / 32); }
   __device__ std::int64_t token() const { return parameters.first_row + row; }
 
   template <int kThreadCount>
@@ -105,8 +105,8 @@ struct Heads {
     const T* const from = static_cast<const T*>(parameters.q) + token() * parameters.q_token_stride;
     const T* const d_from =
         static_cast<const T*>(parameters.d_out) + token() * parameters.d_out_token_stride;
-    const int lane_of_row = static_cast<int>(threadIdx.x) % kLanesPerRow;
-    for (int i = static_cast<int>(threadIdx.x) / kLanesPerRow; i < kHeads;
+    const int lane_of_row = static_cast<int>(threadIdx.x % kLanesPerRow);
+    for (int i = static_cast<int>(threadIdx.x / kLanesPerRow); i < kHeads;
          i += kThreadCount / kLanesPerRow) {
       const int h = first_head + i;
       const bool has_head = h < parameters.heads;
@@ -167,11 +167,13 @@ struct Heads {
     }
   }
 
-  /// Adds to the sinks' gradients; `constants` are those of the heads.
-  __device__ void add_to_sinks(const HeadConstants (&constants)[kHeads], bool has_keys) const {
+  /// Adds to the sinks' gradients if the row has keys; `constants` are those of the heads. The list
+  /// is read once more: whether a key has come by would be kept through the loop over tiles.
+  __device__ void add_to_sinks(const HeadConstants (&constants)[kHeads]) const {
+    if (parameters.d_sink == nullptr || warp() * 32 >= kHeads) return;
+    if (!has_keys(parameters.slots.row(row), lane())) return;
     const int i = static_cast<int>(threadIdx.x);
-    if (parameters.d_sink != nullptr && has_keys && i < kHeads &&
-        first_head + i < parameters.heads) {
+    if (i < kHeads && first_head + i < parameters.heads) {
       atomicAdd(parameters.d_sink + first_head + i, constants[i].d_sink);
     }
   }

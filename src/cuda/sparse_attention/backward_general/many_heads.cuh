@@ -75,14 +75,12 @@ class ManyHeadsGradient {
     const int tiles = min(split_tiles, all_tiles - first_tile);
 
     heads().template load<kThreadCount>();
-    bool has_keys = false;
     if (makes_scores()) {
       run_scores(tiles);
     } else {
-      has_keys = run_keys(slots, first_tile, tiles);
+      run_keys(slots, first_tile, tiles);
     }
-    const bool row_has_keys = __syncthreads_or(has_keys ? 1 : 0) != 0;
-    heads().add_to_sinks(shared_.constants, row_has_keys);
+    heads().add_to_sinks(shared_.constants);
     heads().template store_d_q<kWarps>(d_q_);
   }
 
@@ -115,13 +113,10 @@ class ManyHeadsGradient {
     }
   }
 
-  /// Returns whether this thread has copied a key's row.
-  __device__ bool run_keys(const RowSlots& slots, int first_tile, int tiles) {
+  __device__ void run_keys(const RowSlots& slots, int first_tile, int tiles) {
     Gather<T, kKeyWarps * 32, kKeys> gather(parameters_, slots, first_tile);
-    bool has_keys = false;
     for (int i = 0; i < min(tiles, 2); ++i) {
       gather.start(first_tile + i, rows_of(i), shared_.key[i]);
-      has_keys = has_keys || gather.has_key();
     }
     begin();
     wait_for_block<kThreadCount>();
@@ -130,7 +125,6 @@ class ManyHeadsGradient {
       wait_for_block<kThreadCount>();
       if (i + 2 < tiles) {
         gather.start(first_tile + i + 2, rows_of(i), shared_.key[(i + 2) % kKeyBuffers]);
-        has_keys = has_keys || gather.has_key();
       }
       if (parameters_.key_gradient != KeyGradient::none) {
         add_to_keys(shared_.key[i % kKeyBuffers], (first_tile + i) * kKeys);
@@ -139,7 +133,6 @@ class ManyHeadsGradient {
       wait_for_block<kThreadCount>();
       wait_for_block<kThreadCount>();
     }
-    return has_keys;
   }
 
   __device__ void begin() {
@@ -152,8 +145,8 @@ class ManyHeadsGradient {
   }
 
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
-  __device__ static int warp() { return thread() / 32; }
-  __device__ static int lane() { return thread() % 32; }
+  __device__ static int warp() { return static_cast<int>(threadIdx.x / 32); }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
   __device__ static bool makes_scores() { return warp() >= kKeyWarps; }
   /// The first of the heads that this score warp has.
   __device__ static int score_head() { return (warp() - kKeyWarps) * 16; }
@@ -239,7 +232,8 @@ class ManyHeadsGradient {
     const BlockOffset corner = rows_first(lane());
     const std::uint32_t d_s_row =
         fragment_address(shared_address(shared_.d_s), Storage::kStride * kSize, corner);
-    const std::uint32_t k_row = fragment_address(shared_address(rows), stride_ * kSize, corner);
+    std::uint32_t k_row =
+        fragment_address(shared_address(rows), stride_ * kSize, corner) + warp() * 16 * kSize;
 #pragma unroll
     for (int block = 0; block < kKeys / 16; ++block) {
       std::uint32_t d_s[kHeads / 16][4];
@@ -252,13 +246,14 @@ class ManyHeadsGradient {
         const int column = (warp() + i * kWarps) * 16;
         if (column >= parameters_.qk_dim) break;
         std::uint32_t k[4];
-        load_transposed_at(k, k_row + (block * 16 * stride_ + column) * kSize);
+        load_transposed_at(k, k_row + i * kWarps * 16 * kSize);
 #pragma unroll
         for (int m = 0; m < kHeads / 16; ++m) {
           multiply_add<T>(d_q_[i][m][0], d_s[m], k[0], k[1]);
           multiply_add<T>(d_q_[i][m][1], d_s[m], k[2], k[3]);
         }
       }
+      k_row += 16 * stride_ * kSize;
     }
   }
 

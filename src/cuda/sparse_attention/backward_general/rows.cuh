@@ -82,7 +82,7 @@ __device__ HeadConstants constants_of_head(const BackwardParameters& parameters,
                          t * parameters.d_out_token_stride + h * parameters.d_out_head_stride;
   float delta =
       dot_part(out, d_out, parameters.v_dim, parameters.out_aligned && parameters.d_out_aligned,
-               static_cast<int>(threadIdx.x) % 32);
+               static_cast<int>(threadIdx.x % 32));
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) delta += __shfl_xor_sync(kAllLanes, delta, step);
   HeadConstants constants{
@@ -103,14 +103,24 @@ __device__ HeadConstants constants_of_head(const BackwardParameters& parameters,
   return constants;
 }
 
-// ---- The gather.
+// ---- The slots of a row.
+
+/// Whether a row has keys; all lanes of the calling warp get the answer.
+__device__ inline bool has_keys(const RowSlots& slots, int lane) {
+  for (std::int64_t slot = lane; slot - lane < slots.count; slot += 32) {
+    if (__any_sync(kAllLanes, slots.key(slot) >= 0)) return true;
+  }
+  return false;
+}
 
 /// Gathers the rows of one query's keys, tile by tile.
 template <class T, int kThreadCount, int kMaxKeys>
 class Gather {
  public:
   __device__ Gather(const BackwardParameters& parameters, const RowSlots& slots, int first_tile)
-      : parameters_(parameters), indices_(slots.indices), slots_(slots.count) {
+      : parameters_(parameters),
+        indices_(slots.indices),
+        slots_(static_cast<std::uint32_t>(slots.count)) {
     load_indices(first_tile);
   }
 
@@ -146,7 +156,7 @@ class Gather {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = group_ + i * kGroups;
-      const std::int64_t slot = std::int64_t{tile} * parameters_.tile_keys + row;
+      const auto slot = static_cast<std::uint32_t>(tile) * parameters_.tile_keys + row;
       next_[i] = -1;
       if (row < parameters_.tile_keys && slot < slots_) next_[i] = indices_[slot];
     }
@@ -154,9 +164,9 @@ class Gather {
 
   const BackwardParameters& parameters_;
   const std::int32_t* indices_;
-  int slots_;
-  int group_ = static_cast<int>(threadIdx.x) / kLanesPerRow;
-  int lane_ = static_cast<int>(threadIdx.x) % kLanesPerRow;
+  std::uint32_t slots_;
+  int group_ = static_cast<int>(threadIdx.x / kLanesPerRow);
+  int lane_ = static_cast<int>(threadIdx.x % kLanesPerRow);
   bool has_key_ = false;
   std::int32_t next_[kRows];
 };

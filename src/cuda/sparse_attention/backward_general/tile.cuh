@@ -87,7 +87,6 @@ class RowGradient {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) clear_accumulators(d_q_[i]);
 
-    bool has_keys = false;
     for (int tile = first_tile; tile < behind_tile; ++tile) {
       const int stage = parameters_.stages == 1 ? 0 : (tile - first_tile) % 2;
       const T* const kv_tile = kv_tiles_ + stage * tile_keys * stride_;
@@ -100,7 +99,6 @@ class RowGradient {
                      shared_.key[stage ^ 1]);
       }
       if (tile_has_keys) {
-        has_keys = true;
         const int blocks = (min(slots.count - tile * tile_keys, tile_keys) + 15) / 16;
         if constexpr (kInPairs) {
           compute_scores_in_pairs(kv_tile, shared_.key[stage]);
@@ -119,7 +117,7 @@ class RowGradient {
       }
     }
 
-    heads().add_to_sinks(shared_.constants, has_keys);
+    heads().add_to_sinks(shared_.constants);
     heads().template store_d_q<kWarps>(d_q_);
     wait_for_copies<0>();  // of heads, where there was no tile
   }
@@ -139,8 +137,8 @@ class RowGradient {
     return {parameters_, row_,      first_head_,      q_tile_,           d_out_tile_,
             stride_,     v_stride_, &shared_.p[0][0], &shared_.d_s[0][0]};
   }
-  __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int warp() { return static_cast<int>(threadIdx.x / 32); }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
   /// Which 16 keys of a tile this warp scores.
   __device__ static int key_warp() { return warp() % kKeyWarps; }
 
@@ -262,7 +260,8 @@ class RowGradient {
     const BlockOffset corner = rows_first(lane());
     const std::uint32_t d_s_row =
         fragment_address(shared_address(shared_.d_s), Storage::kStride * kSize, corner);
-    const std::uint32_t k_row = fragment_address(shared_address(kv_tile), stride_ * kSize, corner);
+    std::uint32_t k_row =
+        fragment_address(shared_address(kv_tile), stride_ * kSize, corner) + warp() * 16 * kSize;
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
       const T* const rows = kv_tile + block * 16 * stride_;
@@ -277,13 +276,14 @@ class RowGradient {
           const int column = (warp() + i * kWarps) * 16;
           if (column >= parameters_.qk_dim) break;
           std::uint32_t k[4];
-          load_transposed_at(k, k_row + block * 16 * stride_ * kSize + column * kSize);
+          load_transposed_at(k, k_row + i * kWarps * 16 * kSize);
 #pragma unroll
           for (int m = 0; m < kHeadBlocks; ++m) {
             multiply_add<T>(d_q_[i][m][0], d_s[m], k[0], k[1]);
             multiply_add<T>(d_q_[i][m][1], d_s[m], k[2], k[3]);
           }
         }
+        k_row += 16 * stride_ * kSize;
       } else {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
@@ -301,26 +301,28 @@ class RowGradient {
   /// keys. After an odd number of blocks 16 keys have no scores; they are no keys, so nothing is
   /// emitted.
   __device__ void add_to_keys(const std::int32_t* keys, std::int64_t first_slot, int blocks) {
-    const int key_parts = (blocks + 1) / 2;
+    // A tile has one or two parts of 32 keys, so that a shift divides by their number.
+    static_assert(kMaxKeys <= 2 * kKeysAtOnce);
+    const int shift = kMaxKeys > kKeysAtOnce && blocks > 2 ? 1 : 0;
     const int column_blocks = padded_dim(parameters_.qk_dim) / 16;
-    const int parts = column_blocks / 2 * key_parts;
+    const int parts = column_blocks / 2 << shift;
     const int whole_parts = parts / kWarps * kWarps;
 #pragma unroll 1
     for (int part = warp(); part < whole_parts; part += kWarps) {
       heads().template add_to_keys<kKeysAtOnce, kColumnsAtOnce>(
-          part % key_parts * kKeysAtOnce, part / key_parts * kColumnsAtOnce, keys, first_slot);
+          (part & shift) * kKeysAtOnce, (part >> shift) * kColumnsAtOnce, keys, first_slot);
     }
     // Parts that are too few for all warps are cut into blocks of 16 keys and 16 columns, and so is
     // a last block of columns.
     const int cut = (parts - whole_parts) * 4;
-    const int all = cut + (column_blocks % 2 == 0 ? 0 : key_parts * 2);
+    const int all = cut + (column_blocks % 2 == 0 ? 0 : 2 << shift);
 #pragma unroll 1
     for (int i = warp(); i < all; i += kWarps) {
       const int part = whole_parts + i / 4;
       const bool is_cut = i < cut;
-      const int key = is_cut ? part % key_parts * kKeysAtOnce + i % 2 * 16 : (i - cut) * 16;
+      const int key = is_cut ? (part & shift) * kKeysAtOnce + i % 2 * 16 : (i - cut) * 16;
       const int column =
-          is_cut ? part / key_parts * kColumnsAtOnce + i / 2 % 2 * 16 : (column_blocks - 1) * 16;
+          is_cut ? (part >> shift) * kColumnsAtOnce + i / 2 % 2 * 16 : (column_blocks - 1) * 16;
       heads().template add_to_keys<16, 16>(key, column, keys, first_slot);
     }
   }

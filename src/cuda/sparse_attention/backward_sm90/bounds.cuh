@@ -124,8 +124,8 @@ class BoundProducer {
  private:
   static constexpr int kGroups = kWarpgroup / 8;  // eight lanes copy a row
   static constexpr int kRows = kBlock / kGroups;  // of a thread
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 8; }
-  __device__ static int row_of(int i) { return static_cast<int>(threadIdx.x) / 8 + i * kGroups; }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x % 8); }
+  __device__ static int row_of(int i) { return static_cast<int>(threadIdx.x / 8) + i * kGroups; }
 
   /// The key of row_of(i) for lane i of eight, i < kRows.
   __device__ std::int32_t own_key(const Item& item, int block) const {
@@ -171,9 +171,9 @@ class BoundOperand {
 
   /// Loads the operand from a stage.
   __device__ void load() {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x % 32);
     const BlockOffset offset = rows_first(lane);
-    const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + offset.row;
+    const int row = static_cast<int>(threadIdx.x % kWarpgroup / 32) * 16 + offset.row;
     shared_.full[state_.stage].wait(state_.phase);
 #pragma unroll
     for (int i = 0; i < kTiles * 4; ++i) {
@@ -250,7 +250,7 @@ __device__ float2 weighted_sums(const std::uint32_t (&words)[16], float size, fl
 template <class T, int kTiles>
 __device__ void bound_probabilities(const BoundParameters<T>& params,
                                     BoundStorage<kTiles>& shared) {
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+  const int thread = static_cast<int>(threadIdx.x % kWarpgroup);
   const int lane = thread % 32;
   const int row = thread / 32 * 16 + lane / 4;  // and + 8: heads
   BoundOperand<T, kTiles, kTiles> q(shared);
@@ -289,7 +289,7 @@ __device__ void bound_probabilities(const BoundParameters<T>& params,
 /// Warpgroup 2: dP = d_out V^T, with d_out in registers, the part of dS, and the bounds.
 template <class T, int kTiles>
 __device__ void bound_gradients(const BoundParameters<T>& params, BoundStorage<kTiles>& shared) {
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+  const int thread = static_cast<int>(threadIdx.x % kWarpgroup);
   const int lane = thread % 32;
   const int row = thread / 32 * 16 + lane / 4;  // and + 8: heads
   BoundOperand<T, kTiles, kValueTiles> d_out(shared);

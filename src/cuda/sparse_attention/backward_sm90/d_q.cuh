@@ -13,8 +13,8 @@ namespace winnow::cuda::sparse_attention::backward_sm90 {
 template <class T>
 __device__ void store_d_q(const BackwardSm90Parameters<T>& params, const Item& item,
                           const float* d_q, int first_column) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int row = static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16 + lane / 4;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int row = static_cast<int>(threadIdx.x % kWarpgroup / 32) * 16 + lane / 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int head = item.first_head + row + 8 * half;

@@ -41,8 +41,8 @@ struct KeyBlock {
 template <KeyGradients kMode, int kValues, class T>
 __device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyBlock& block,
                              const float (&gradients)[kValues], int first_column) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) % kWarpgroup / 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int warp = static_cast<int>(threadIdx.x % kWarpgroup / 32);
   const int first_row = warp * 16 + lane / 8 * 2;
   const bool is_odd = lane & 4;  // of the quad
   float* const column = params.d_kv + first_column + lane % 8 * 4;

@@ -31,7 +31,7 @@ class Gatherer {
 
   /// Copies a block, whose keys were loaded one call ago, and loads the next block's keys.
   __device__ void gather(int parity) {
-    const int lane = static_cast<int>(threadIdx.x) % 8;
+    const int lane = static_cast<int>(threadIdx.x % 8);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = row_of(i);
@@ -54,10 +54,10 @@ class Gatherer {
  private:
   static constexpr int kGroups = kWarpgroup / 8;
   static constexpr int kRows = kBlock / kGroups;
-  __device__ static int row_of(int i) { return static_cast<int>(threadIdx.x) / 8 + i * kGroups; }
+  __device__ static int row_of(int i) { return static_cast<int>(threadIdx.x / 8) + i * kGroups; }
 
   __device__ void load_keys() {
-    const int slot = row_of(static_cast<int>(threadIdx.x) % kRows);
+    const int slot = row_of(static_cast<int>(threadIdx.x % kRows));
     const std::int32_t key = slot < slots_left_ ? __ldg(indices_ + slot) : -1;
     indices_ += kBlock;
     slots_left_ -= kBlock;

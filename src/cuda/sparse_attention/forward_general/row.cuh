@@ -26,27 +26,42 @@ class RowAttention {
     clear_channels();
   }
 
-  __device__ void run(std::int64_t t, int first_head) {
+  __device__ void run() {
+    const auto [t, first_head] = item();
     int slots = parameters_.topk;
     if (parameters_.lengths != nullptr) slots = max(0, min(slots, parameters_.lengths[t]));
     const int tiles = slots / Shape::kKeys + (slots % Shape::kKeys != 0 ? 1 : 0);
     load_queries(t, first_head);
     if (warp() < Shape::kScoreWarps) {
-      run_scores(t, first_head, tiles);
+      run_scores(tiles);
     } else {
       run_values(t, first_head, slots, tiles);
     }
     wait_for_block<Shape::kThreads>();  // out of all rows is written
-    attend_marked_heads<T, Shape::kHeads, Shape::kThreads / 32>(parameters_, t, first_head,
-                                                                shared_.normalizer);
+    const Item again = item();
+    attend_marked_heads<T, Shape::kHeads, Shape::kThreads / 32>(
+        parameters_, again.t, again.first_head, shared_.normalizer);
   }
 
  private:
+  struct Item {
+    std::int64_t t;
+    int first_head;
+  };
+  /// The block's item. It is made where it is needed, by an instruction that the compiler may not
+  /// merge with another: kept through the loop over tiles, it would be spilled.
+  __device__ Item item() const {
+    unsigned item;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(item));
+    const auto groups = static_cast<unsigned>(parameters_.head_groups);
+    return {item / groups, static_cast<int>(item % groups) * Shape::kHeads};
+  }
+
   // In interval i the scores of tile i are made, the values of tile i - 1 are added, and the rows
   // of tile i + 1 arrive (with four stages they were started in interval i - 1, else in this one).
   // A barrier ends it: P of tile i and the rows of tile i + 1 are there; P and rows of tile i - 1
   // have been used.
-  __device__ void run_scores(std::int64_t t, int first_head, int tiles) {
+  __device__ void run_scores(int tiles) {
     ScoreWarp<Shape> scores(parameters_, shared_, tiles_, warp(), lane());
     wait_for_copies<0>();
     wait_for_block<Shape::kThreads>();  // Q and the rows of tile 0 are there
@@ -55,6 +70,7 @@ class RowAttention {
       scores.attend(tile);
       wait_for_block<Shape::kThreads>();
     }
+    const auto [t, first_head] = item();
     scores.finish(t, first_head);
     wait_for_block<Shape::kThreads>();  // the normalizers are there
   }
@@ -90,8 +106,8 @@ class RowAttention {
   }
 
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
-  __device__ static int warp() { return thread() / 32; }
-  __device__ static int lane() { return thread() % 32; }
+  __device__ static int warp() { return static_cast<int>(threadIdx.x / 32); }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
 
   /// The products read channels up to a multiple of 16: those past qk_dim are zero, in all rows and
   /// for good. The first barrier makes them visible.
