@@ -293,6 +293,25 @@ TEST(DenseIndexLoss, ReadsNoKeyOutsideTheWindows) {
   });
 }
 
+// Many rows of many heads load Q at the same time, whose place in shared memory keys take next.
+TEST(DenseIndexLoss, OnCudaManyRowsHaveTheLseOfTheCpuBackend) {
+  if (!has_cuda()) GTEST_SKIP();
+  for (const std::int64_t qk_dim : {576, 512}) {
+    SCOPED_TRACE(qk_dim);
+    const DenseLoss d = filled({.tokens = 300,
+                                .keys = 300,
+                                .index_keys = 300,
+                                .key_offset = 0,
+                                .heads = 64,
+                                .qk_dim = qk_dim,
+                                .index_heads = 2,
+                                .index_dim = 128,
+                                .scale = 0.0625F},
+                               9);
+    expect_close(d, forward(d, on(Backend::cuda)), forward(d, on(Backend::cpu)));
+  }
+}
+
 TEST(DenseIndexLoss, RowsDoNotDependOnTheirNeighbours) {
   on_each_loss(4, [](Backend backend, const DenseLoss& d) {
     const DenseLossOutputs together = forward(d, on(backend));

@@ -67,6 +67,12 @@ __device__ inline void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+/// Waits until this thread's loads from shared memory are done. An arrival at an mbarrier does not:
+/// behind a queue of loads TMA has overwritten what the last of them were to read.
+__device__ inline void wait_for_own_loads() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 /// Waits at named barrier `kName` for `kThreads` threads.
 template <int kName, int kThreads>
 __device__ inline void sync_warps() {

@@ -74,6 +74,8 @@ class BlockProducts {
               q[i], stage + i / 4 * kTileBytes + tile_offset(row, i % 4 * 2 + offset.column / 8));
         }
       }
+      wait_for_own_loads();
+      __syncwarp();
       // Each lane frees for itself the chunk that is refilled first: racecheck does not follow one
       // lane that does it for its warp. Lane 0 suffices for the others.
       ring_.free[state_.stage][0].arrive();
