@@ -8,7 +8,7 @@ namespace winnow::cuda {
 /// may not stand in code that only some of them run. All warps wait equally often.
 template <int kThreads>
 __device__ inline void wait_for_block() {
-  asm volatile("bar.sync 0, %0;" ::"n"(kThreads) : "memory");
+  asm volatile("barrier.sync 0, %0;" ::"n"(kThreads) : "memory");
 }
 
 }  // namespace winnow::cuda
