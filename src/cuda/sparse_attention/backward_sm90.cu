@@ -28,6 +28,7 @@
 // for every key of a query.
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/refusals.h"
 #include "cuda/common/key_sums.cuh"
@@ -45,7 +46,8 @@ namespace {
 
 using namespace sparse_attention::backward_sm90;
 
-template <class T, int kTiles, KeyGradients kMode>
+/// `kHeadSteps`: an item has no more heads than so many steps of kStepHeads.
+template <class T, int kTiles, KeyGradients kMode, int kHeadSteps>
 __global__ void __launch_bounds__(kThreads, 1)
     sparse_attention_backward_kernel(const __grid_constant__ CUtensorMap q,
                                      const __grid_constant__ CUtensorMap out,
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     compute_scores<T, kTiles, kMode>(params, q, out, d_out, shared);
   } else {
     grow_registers<kGradientRegisters>();
-    compute_gradients<T, kTiles, kMode>(params, shared);
+    compute_gradients<T, kTiles, kMode, kHeadSteps>(params, shared);
   }
 }
 
@@ -116,10 +118,18 @@ void launch_for(const SparseAttentionBackward& args, const Destination& to,
     params.inverse_quanta = to.exact->inverse_quanta;
     params.constants = to.exact->constants;
   }
-  const bool has_rope = args.q.shape[2] == kMaxTiles * kTileColumns;
+  const auto kernel_of = [&]<int kHeadSteps>(std::integral_constant<int, kHeadSteps>) {
+    const bool has_rope = args.q.shape[2] == kMaxTiles * kTileColumns;
+    return has_rope ? sparse_attention_backward_kernel<T, kMaxTiles, kMode, kHeadSteps>
+                    : sparse_attention_backward_kernel<T, kValueTiles, kMode, kHeadSteps>;
+  };
+  auto kernel = kernel_of(std::integral_constant<int, kHeads / kStepHeads>{});
+  if constexpr (kMode == KeyGradients::added) {
+    if (params.heads <= 2 * kStepHeads) kernel = kernel_of(std::integral_constant<int, 2>{});
+    if (params.heads <= kStepHeads) kernel = kernel_of(std::integral_constant<int, 1>{});
+  }
   constexpr std::uint32_t kRows = kHeads;
-  launch(has_rope ? sparse_attention_backward_kernel<T, kMaxTiles, kMode>
-                  : sparse_attention_backward_kernel<T, kValueTiles, kMode>,
+  launch(kernel,
          {.blocks = std::min(params.items, device_properties(args.q.device).multiprocessors),
           .threads = kThreads,
           .shared_bytes = sizeof(SharedStorage),

@@ -14,7 +14,7 @@ namespace winnow::cuda::sparse_attention::backward_sm90 {
 /// The first of the four tiles of warpgroup 1 or 2.
 __device__ inline int first_side_tile() { return (own_thread() / kWarpgroup - 1) * kSideTiles; }
 
-template <class T, int kTiles, KeyGradients kMode>
+template <class T, int kTiles, KeyGradients kMode, int kHeadSteps>
 __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, SharedStorage& shared) {
   int blocks = 0;
   int items = 0;
@@ -49,7 +49,7 @@ __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, Share
       if constexpr (kTiles > kValueTiles) {
         float gradients[16];
         const int half = first_tile / kSideTiles;
-        compute_rope_gradients<T>(shared, half, gradients);
+        compute_rope_gradients<T, kHeadSteps>(shared, half, gradients);
         free_tile(kValueTiles);
         emit_columns<kMode>(params, key_block, gradients,
                             kValueTiles * kTileColumns + half * kTileColumns / 2);
@@ -57,7 +57,7 @@ __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, Share
 #pragma unroll 1
       for (int tile = first_tile; tile < first_tile + kSideTiles; ++tile) {
         float gradients[32];
-        compute_key_gradients<T>(shared, tile, gradients);
+        compute_key_gradients<T, kHeadSteps>(shared, tile, gradients);
         if (tile + 1 == first_tile + kSideTiles && own_thread() % 32 == 0) {
           shared.scores_free.arrive();
         }

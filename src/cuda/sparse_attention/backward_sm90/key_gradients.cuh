@@ -82,8 +82,9 @@ __device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyB
   }
 }
 
-/// Computes dKV = dS^T Q + P^T dO of one tile's columns.
-template <class T>
+/// Computes dKV = dS^T Q + P^T dO of one tile's columns. Heads beyond kHeadSteps steps are not
+/// there: their products would be zeros.
+template <class T, int kHeadSteps>
 __device__ void compute_key_gradients(SharedStorage& shared, int tile, float (&gradients)[32]) {
   const std::uint64_t p = mn_major(shared_address(shared.p), kTileBytes);
   const std::uint64_t ds = mn_major(shared_address(shared.ds), kTileBytes);
@@ -91,11 +92,11 @@ __device__ void compute_key_gradients(SharedStorage& shared, int tile, float (&g
   const std::uint64_t d_out = mn_major(shared_address(shared.d_out[tile]), kTileBytes);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kHeads / 16; ++i) {
+  for (int i = 0; i < kHeadSteps; ++i) {
     multiply_64x64x16<T, 1, 1>(gradients, ds + i * kNextMnMajor, q + i * kNextMnMajor, i > 0);
   }
 #pragma unroll
-  for (int i = 0; i < kHeads / 16; ++i) {
+  for (int i = 0; i < kHeadSteps; ++i) {
     multiply_64x64x16<T, 1, 1>(gradients, p + i * kNextMnMajor, d_out + i * kNextMnMajor, 1);
   }
   wgmma_commit();
@@ -103,14 +104,14 @@ __device__ void compute_key_gradients(SharedStorage& shared, int tile, float (&g
 }
 
 /// Computes dKV = dS^T Q of one half of the rope's columns, which are no values.
-template <class T>
+template <class T, int kHeadSteps>
 __device__ void compute_rope_gradients(SharedStorage& shared, int half, float (&gradients)[16]) {
   const std::uint64_t ds = mn_major(shared_address(shared.ds), kTileBytes);
   const std::uint64_t q =
       mn_major(shared_address(shared.q[kValueTiles]) + half * kTileRowBytes / 2, kTileBytes);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kHeads / 16; ++i) {
+  for (int i = 0; i < kHeadSteps; ++i) {
     multiply_64x32x16<T, 1, 1>(gradients, ds + i * kNextMnMajor, q + i * kNextMnMajor, i > 0);
   }
   wgmma_commit();

@@ -17,6 +17,7 @@ namespace winnow::cuda::sparse_attention::backward_sm90 {
 using namespace winnow::hopper;
 
 inline constexpr int kHeads = 64;      // of one item
+inline constexpr int kStepHeads = 16;  // of one wgmma that sums over heads
 inline constexpr int kBlock = 64;      // keys gathered at a time
 inline constexpr int kValueTiles = 8;  // 512 channels
 inline constexpr int kMaxTiles = 9;
