@@ -279,6 +279,44 @@ TEST(SparseAttentionBackward, DQOfARowDependsOnThatRowAlone) {
   });
 }
 
+// Of 132 thread blocks none, one or 58 have a row more than others, or most have none.
+TEST(SparseAttentionBackward, AnyNumberOfRowsHasTheGradientsOfItsRows) {
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
+    if (execution.backend == Backend::reference) return;  // it is what others are compared with
+    Execution in_pieces = deterministic(execution);
+    in_pieces.workspace_limit = 2 << 20;
+    for (const std::int64_t qk_dim : {576, 512}) {
+      const Attention all = with_sink(filled({.tokens = 190,
+                                              .keys = 1500,
+                                              .heads = 3,
+                                              .qk_dim = qk_dim,
+                                              .v_dim = 512,
+                                              .topk = 70,
+                                              .scale = 0.0625F},
+                                             49),
+                                      49);
+      const AttentionOutputs outputs = forward(all, execution);
+      for (const Execution& of_calls : {execution, deterministic(execution), in_pieces}) {
+        const AttentionBackwardWork work(all, outputs, harness::device_of(execution.backend));
+        if (!is_taken(work.args, of_calls)) continue;
+        SCOPED_TRACE(fmt::format("qk_dim {}, deterministic {}, workspace_limit {}", qk_dim,
+                                 of_calls.deterministic, of_calls.workspace_limit));
+        Values d_q;  // of all rows
+        for (const std::int64_t tokens : {190, 133, 3, 2, 1}) {
+          SCOPED_TRACE(tokens);
+          const Attention a = rows_of(all, 0, tokens);
+          const AttentionOutputs of_rows = rows_of(all, outputs, 0, tokens);
+          const AttentionGradients gradients = backward(a, of_rows, of_calls);
+          expect_close(a, gradients, backward(a, of_rows, on(Backend::reference)));
+          if (d_q.empty()) d_q = gradients.d_q;
+          d_q.resize(gradients.d_q.size());
+          EXPECT_TRUE(same_bits(gradients.d_q, d_q));
+        }
+      }
+    }
+  });
+}
+
 // Thread blocks of Hopper's kernel wait for each other where keys and their gradients exceed L2,
 // unless all lists are alike: then they start one after the other.
 TEST(SparseAttentionBackward, OnCudaManyKeysGiveTheGradientsOfADeterministicCall) {
