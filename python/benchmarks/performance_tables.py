@@ -72,14 +72,14 @@ ATTENTION = {  # forward and backward
     "H 128, 32k keys and pools": "--case deepseek-v4-pro --keys 26214",
     "H 16, 576/512, K 2048, 4k keys": "--case glm-5.2 --keys 4096 --heads 16",
     "H 8, 4k keys": "--case glm-5.2 --keys 4096 --heads 8",
+    "H 32, 4k keys": "--case glm-5.2 --keys 4096 --heads 32",
     "H 16, 128/128": "--case glm-5.2 --keys 4096 --heads 16 --qk-dim 128 --v-dim 128",
     "H 64, 256/256": "--case glm-5.2 --keys 4096 --heads 64 --qk-dim 256 --v-dim 256",
 }
 DETERMINISTIC = {
     "deterministic, 8k keys": "--case glm-5.2 --keys 8192 --backward --deterministic",
-    "deterministic, 8k keys, 1 GiB of workspace": "--case glm-5.2 --keys 8192 --backward "
-    "--deterministic --limit 1024",
-    "deterministic, 32k keys, 1 GiB": "--case glm-5.2 --keys 32768 --backward "
+    "deterministic, 32k keys": "--case glm-5.2 --keys 32768 --backward --deterministic",
+    "deterministic, 128k keys, 1 GiB of workspace": "--case glm-5.2 --keys 131072 --backward "
     "--deterministic --limit 1024",
 }
 SELECTION = {  # bf16 and fp8
