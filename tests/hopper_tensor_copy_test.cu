@@ -238,6 +238,7 @@ __global__ void ring_kernel(const __grid_constant__ CUtensorMap map, uint4* to) 
         to[shared.first_row[stage] * 8 + i] =
             *reinterpret_cast<const uint4*>(shared.stages[stage] + tile_offset(i / 8, i % 8));
       }
+      wait_for_own_loads();
       shared.free[stage].arrive();
     }
   }
