@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "emulator/lanes.h"
+#include "emulator/proxies.h"
 
 namespace winnow::emulator {
 namespace {
@@ -25,6 +26,7 @@ Outcome load(Warp& warp, const Instruction& i, LaneMask mask) {
   for_lanes(mask, [&](int lane) {
     const std::byte* from =
         place<kSpace>(warp, i.operands[parts], static_cast<std::size_t>(parts) * sizeof(T), lane);
+    if constexpr (kSpace != Space::parameter) note_read(warp, i, from);
     T values[4];
     std::memcpy(values, from, static_cast<std::size_t>(parts) * sizeof(T));
     for (int part = 0; part < parts; ++part) warp.write<T>(i.operands[part], lane, values[part]);
@@ -38,6 +40,7 @@ Outcome store(Warp& warp, const Instruction& i, LaneMask mask) {
   for_lanes(mask, [&](int lane) {
     std::byte* to =
         place<kSpace>(warp, i.operands[0], static_cast<std::size_t>(parts) * sizeof(T), lane);
+    if constexpr (kSpace != Space::parameter) note_write(warp, i, to);
     T values[4];
     for (int part = 0; part < parts; ++part)
       values[part] = warp.read<T>(i.operands[1 + part], lane);
@@ -97,6 +100,8 @@ Outcome atomic(Warp& warp, const Instruction& i, LaneMask mask) {
   for_lanes(mask, [&](int lane) {
     std::byte* at = place<kSpace>(warp, i.operands[kAddress],
                                   static_cast<std::size_t>(values) * sizeof(T), lane);
+    note_read(warp, i, at);
+    note_write(warp, i, at);
     for (int k = 0; k < values; ++k) {
       T old;
       std::memcpy(&old, at + k * sizeof(T), sizeof old);

@@ -10,6 +10,7 @@
 
 #include "emulator/lanes.h"
 #include "emulator/mbarrier.h"
+#include "emulator/proxies.h"
 #include "emulator/tensor_map.h"
 
 namespace winnow::emulator {
@@ -40,6 +41,7 @@ Outcome start_copy(Warp& warp, const Instruction& i, LaneMask mask) {
     copy.source_bytes[lane] = static_cast<std::uint8_t>(read);
     copy.group[lane] = warp.copy_group[lane];
   });
+  copy.instruction = &i;
   copy.due = warp.block.grid.random_due();
   warp.copies.push_back(copy);
   return Outcome::done;
@@ -86,6 +88,7 @@ void land_lane(const Warp& warp, const Warp::Copy& copy, int lane) {
     return;
   }
   std::byte* const to = warp.shared(copy.target[lane], static_cast<std::size_t>(copy.bytes), lane);
+  note_write(warp, *copy.instruction, to);
   std::memset(to, 0, static_cast<std::size_t>(copy.bytes));
   std::memcpy(to, reinterpret_cast<const void*>(copy.source[lane]), copy.source_bytes[lane]);
 }
@@ -167,20 +170,26 @@ Outcome start_load(Warp& warp, const Instruction& i, LaneMask mask) {
         is_multicast ? warp.read<std::uint16_t>(i.operands[3 + rank], lane) : 0;
     if (to % 128 != 0) warp.fail("TMA to an address that is not aligned", lane);
     warp.check_alignment(barrier, 8, lane);
+    const auto bytes = static_cast<std::uint32_t>(box_bytes(box.map));
+    std::vector<Block*> targets;
+    for (Block* const block : warp.block.cluster) {
+      const bool takes = is_multicast ? ((blocks >> block->rank) & 1) != 0 : block == &warp.block;
+      if (!takes) continue;
+      const std::byte* const place = block->warps[0]->shared(to, bytes, -1);
+      check_reads_finished(warp, lane, *block, place, bytes);
+      targets.push_back(block);
+    }
     Warp* const starter = &warp;
     const Instruction* const instruction = &i;
     BulkCopy copy;
     copy.due = warp.block.grid.random_due();
     copy.complete = [=] {
       starter->current = instruction;
-      for (std::size_t rank_of_block = 0; rank_of_block < starter->block.cluster.size();
-           ++rank_of_block) {
-        const bool takes = is_multicast ? ((blocks >> rank_of_block) & 1) != 0
-                                        : rank_of_block == starter->block.rank;
-        if (!takes) continue;
-        const Warp& there = *starter->block.cluster[rank_of_block]->warps[0];
-        const auto bytes = static_cast<std::uint32_t>(box_bytes(box.map));
-        there.shared(to, bytes, -1);
+      for (Block* const block : targets) {
+        const Warp& there = *block->warps[0];
+        const std::byte* const place = there.shared(to, bytes, -1);
+        check_reads_finished(*starter, lane, *block, place, bytes);
+        forget_writes(*block, place, bytes);
         for_rows(box, to, [&](std::uint32_t row, const std::byte* tensor, int first, int last) {
           const auto width = static_cast<int>(box.map.element_bytes);
           const int row_elements = static_cast<int>(box.map.box[0]);
@@ -217,6 +226,8 @@ Outcome start_store(Warp& warp, const Instruction& i, LaneMask mask) {
     if (adds && box.map.type != CU_TENSOR_MAP_DATA_TYPE_FLOAT32) {
       warp.fail("a reduction of elements that are not fp32", lane);
     }
+    const auto bytes = static_cast<std::size_t>(box_bytes(box.map));
+    check_writes_fenced(warp, lane, warp.shared(from, bytes, lane), bytes);
     Warp* const starter = &warp;
     BulkCopy copy;
     copy.warp = starter;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Barriers of thread blocks and clusters, mbarriers, and instructions that only order others:
-// memory of the emulator is always in order.
+// memory of the emulator is always in order. Proxy fences are noted.
 #include "emulator/lanes.h"
 #include "emulator/mbarrier.h"
 
@@ -58,6 +58,7 @@ Outcome sync(Warp& warp, const Instruction& i, LaneMask mask) {
     const int threads =
         expected_threads(warp, i, has_count ? first + 1 : i.count, first_lane(mask));
     arrive(warp, barrier, threads);
+    warp.finished_at = warp.block.grid.clock;
     if (reduces) {
       const LaneMask votes = warp.read_predicate(i.operands[i.count - 1]) & mask;
       const LaneMask for_any = i.variant == all ? ~votes & mask : votes;
@@ -93,6 +94,7 @@ Outcome cluster_arrive(Warp& warp, const Instruction&, LaneMask) {
   auto& barrier = warp.block.grid.cluster_barriers[warp.block.cluster[0]];
   std::size_t warps = 0;
   for (const Block* block : warp.block.cluster) warps += block->warps.size();
+  warp.finished_at = warp.block.grid.clock;
   warp.cluster_generation = barrier.generation;
   if (++barrier.arrived == static_cast<int>(warps)) {
     barrier.arrived = 0;
@@ -103,6 +105,12 @@ Outcome cluster_arrive(Warp& warp, const Instruction&, LaneMask) {
 Outcome cluster_wait(Warp& warp, const Instruction&, LaneMask) {
   const auto& barrier = warp.block.grid.cluster_barriers[warp.block.cluster[0]];
   return barrier.generation == warp.cluster_generation ? Outcome::blocked : Outcome::done;
+}
+
+/// fence.proxy.async
+Outcome fence_proxy(Warp& warp, const Instruction&, LaneMask) {
+  warp.fenced_at = warp.finished_at = warp.block.grid.clock;
+  return Outcome::done;
 }
 
 // ---- mbarriers
@@ -195,7 +203,7 @@ bool decode_barrier(const Written& written, Instruction& instruction) {
   } else if (op == "fence" || op == "membar" || op == "griddepcontrol" || op == "setmaxnreg" ||
              op == "prefetch") {
     instruction.is_aligned = op == "setmaxnreg";
-    execute = do_nothing;
+    execute = written.has("proxy") && written.has("async") ? fence_proxy : do_nothing;
   } else if (op == "nanosleep") {
     execute = sleep;
   }

@@ -32,6 +32,8 @@ Block::Block(GridRun& grid, std::array<unsigned, 3> index, unsigned rank)
   shared = shared_storage_.get() + (kAlignment - address % kAlignment) % kAlignment;
   constexpr int kNoNumber = 0xff;
   std::memset(shared, kNoNumber, shared_bytes);
+  reads.resize((shared_bytes + kAccessBytes - 1) / kAccessBytes);
+  writes.resize(reads.size());
   const unsigned threads = product(grid.grid.threads);
   for (unsigned first = 0; first < threads; first += kLanes) {
     warps.push_back(std::make_unique<Warp>(*this, static_cast<int>(first / kLanes)));
@@ -40,6 +42,14 @@ Block::Block(GridRun& grid, std::array<unsigned, 3> index, unsigned rank)
 
 bool Block::ended() const {
   return std::all_of(warps.begin(), warps.end(), [](const auto& warp) { return warp->ended(); });
+}
+
+Access* Block::far_access_of(std::vector<Access> Block::*kind, const std::byte* at) const {
+  for (Block* const block : cluster) {
+    const auto offset = static_cast<std::size_t>(at - block->shared);
+    if (offset < block->shared_bytes) return &(block->*kind)[offset / kAccessBytes];
+  }
+  return nullptr;
 }
 
 GridRun::GridRun(Gpu& gpu, const Function& function, const Grid& grid, const std::byte* parameters)

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "emulator/lanes.h"
+#include "emulator/proxies.h"
 #include "emulator/small_floats.h"
 
 namespace winnow::emulator {
@@ -156,6 +157,11 @@ Outcome copy_matrices(Warp& warp, const Instruction& i, LaneMask) {
       const std::uint64_t at = warp.address(address, lane);
       warp.check_alignment(at, 16, lane);
       rows[row] = warp.shared(at, 16, lane);
+      if constexpr (kLoads) {
+        note_read(warp, i, rows[row]);
+      } else {
+        note_write(warp, i, rows[row]);
+      }
     }
     for (int lane = 0; lane < kLanes; ++lane) {
       std::uint32_t word = kLoads ? 0 : warp.read<std::uint32_t>(registers[matrix], lane);
@@ -188,38 +194,50 @@ struct SharedOperand {
   bool mn_major = false;
 };
 
-/// The pieces of 16 bytes that an operand consists of. K-major: two a row; MN-major, elements of
-/// two bytes: one for every eight rows and each of 16 elements of K.
-std::vector<std::byte> read_pieces(const Warp& warp, const SharedOperand& operand) {
+/// Calls f with each of the pieces of 16 bytes that an operand consists of. K-major: two a row;
+/// MN-major, elements of two bytes: one for every eight rows and each of 16 elements of K.
+template <class F>
+void for_pieces(const Warp& warp, const SharedOperand& operand, F f) {
   const std::uint64_t d = operand.descriptor;
   constexpr int kFieldBits = 14;
   const auto field = [&](int bit) { return ((d >> bit) & ((1 << kFieldBits) - 1)) << 4; };
   const std::uint64_t start = field(0), leading = field(16), stride = field(32);
   if (d >> 62 != 1 || ((d >> 49) & 7) != 0) warp.fail("a descriptor without the 128-byte swizzle");
-  std::vector<std::byte> pieces(static_cast<std::size_t>(operand.rows) * 32);
-  std::byte* to = pieces.data();
-  const auto copy = [&](std::uint64_t address) {
+  const auto visit = [&](std::uint64_t address) {
     address ^= (address >> 3) & 0x70;  // the swizzle
-    std::memcpy(to, warp.shared(address, 16, -1), 16);
-    to += 16;
+    f(warp.shared(address, 16, -1));
   };
   if (operand.mn_major) {
     for (int k = 0; k < 16; ++k) {
       for (int row = operand.first_row; row < operand.first_row + operand.rows; row += 8) {
-        copy(start + static_cast<std::uint64_t>(row / 64) * leading +
-             static_cast<std::uint64_t>(k / 8) * stride +
-             static_cast<std::uint64_t>(k % 8 * 128 + row % 64 * 2));
+        visit(start + static_cast<std::uint64_t>(row / 64) * leading +
+              static_cast<std::uint64_t>(k / 8) * stride +
+              static_cast<std::uint64_t>(k % 8 * 128 + row % 64 * 2));
       }
     }
   } else {
     for (int row = operand.first_row; row < operand.first_row + operand.rows; ++row) {
       for (int piece = 0; piece < 2; ++piece) {
-        copy(start + static_cast<std::uint64_t>(row / 8) * stride +
-             static_cast<std::uint64_t>(row % 8 * 128 + piece * 16));
+        visit(start + static_cast<std::uint64_t>(row / 8) * stride +
+              static_cast<std::uint64_t>(row % 8 * 128 + piece * 16));
       }
     }
   }
+}
+
+std::vector<std::byte> read_pieces(const Warp& warp, const SharedOperand& operand) {
+  std::vector<std::byte> pieces(static_cast<std::size_t>(operand.rows) * 32);
+  std::byte* to = pieces.data();
+  for_pieces(warp, operand, [&](const std::byte* from) {
+    std::memcpy(to, from, 16);
+    to += 16;
+  });
   return pieces;
+}
+
+void check_fenced(const Warp& warp, const SharedOperand& operand) {
+  for_pieces(warp, operand,
+             [&](const std::byte* from) { check_writes_fenced(warp, -1, from, 16); });
 }
 
 std::uint64_t hash(std::span<const std::byte> bytes) {
@@ -323,12 +341,14 @@ Outcome multiply_in_warpgroup(Warp& warp, const Instruction& i, LaneMask) {
   } else {
     product.a = warp.read<std::uint64_t>(*a_operand, 0);
     const SharedOperand operand = shape.a(product.a, warp.index);
+    check_fenced(warp, operand);
     const auto pieces = read_pieces(warp, operand);
     product.a_hash = hash(pieces);
     widen(shape.type, pieces, operand, false, a.data());
   }
   product.b = warp.read<std::uint64_t>(*b_operand, 0);
   const SharedOperand operand = shape.b(product.b);
+  check_fenced(warp, operand);
   const auto pieces = read_pieces(warp, operand);
   product.b_hash = hash(pieces);
   const std::vector<double>& b = numbers_of_b(shape.type, pieces, operand, product.b_hash);

@@ -86,6 +86,7 @@ class Warp {
     std::array<std::uint32_t, kLanes> target;  // shared; of an arrival: the mbarrier
     std::array<std::uint32_t, kLanes> group;
     std::array<std::uint8_t, kLanes> source_bytes;
+    const Instruction* instruction = nullptr;
     int bytes = 0;          // 0: an arrival at an mbarrier
     std::uint64_t due = 0;  // the turn before which it lands only if it is waited for
   };
@@ -108,6 +109,10 @@ class Warp {
 
   /// Bulk copies from shared memory that each lane has started; see async_copy.cc.
   std::array<int, kLanes> bulk_group{};
+
+  // By the clock, see proxies.h.
+  std::uint64_t fenced_at = 0;    // the last proxy fence
+  std::uint64_t finished_at = 0;  // the last proxy fence or barrier: no access before is under way
 
   const Instruction* current = nullptr;  // for reports
 
@@ -135,6 +140,17 @@ struct NamedBarrier {
   int last_count = 0;
 };
 
+/// TMA copies multiples of so many bytes.
+inline constexpr std::size_t kAccessBytes = 16;
+/// An ordinary access of shared memory, see proxies.h.
+struct Access {
+  const Warp* warp = nullptr;
+  const Instruction* instruction = nullptr;
+  std::uint64_t time = 0;
+
+  bool is_finished() const { return warp == nullptr || warp->finished_at > time; }
+};
+
 class Block {
  public:
   Block(GridRun& grid, std::array<unsigned, 3> index, unsigned rank);
@@ -145,11 +161,20 @@ class Block {
   std::vector<Block*> cluster;
   std::byte* shared = nullptr;  // aligned to 1024 bytes
   std::size_t shared_bytes = 0;
+  std::vector<Access> reads, writes;  // the last of every kAccessBytes of shared memory
   std::vector<std::unique_ptr<Warp>> warps;
   std::array<NamedBarrier, 16> barriers{};
   bool ended() const;
+  /// What is noted of a place in shared memory of this block or its cluster; null of other memory.
+  Access* access_of(std::vector<Access> Block::*kind, const std::byte* at) {
+    const auto offset = static_cast<std::size_t>(at - shared);
+    if (offset < shared_bytes) return &(this->*kind)[offset / kAccessBytes];
+    return cluster.size() == 1 ? nullptr : far_access_of(kind, at);
+  }
 
  private:
+  Access* far_access_of(std::vector<Access> Block::*kind, const std::byte* at) const;
+
   std::unique_ptr<std::byte[]> shared_storage_;
 };
 

@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 
 #include "emulator/gpu.h"
+#include "emulator/tensor_map.h"
 
 namespace winnow::tests {
 namespace {
@@ -431,6 +432,102 @@ TEST(EmulatorErrors, OperandsOfWgmmaThatChangeBeforeTheWaitAreFound) {
     EXPECT_EQ(error_of(product + wait + "bar.sync 0;" + write, call), "no error");
   });
   EXPECT_GT(found, 0);
+}
+
+// ---- Proxies
+
+/// A call whose `in` is a tensor map of 32 words, which are one box.
+Call with_map_of(const DeviceWords& words, unsigned threads) {
+  TensorMap map;
+  map.address = reinterpret_cast<std::uint64_t>(words.data());
+  map.rank = 2;
+  map.element_bytes = 4;
+  map.type = CU_TENSOR_MAP_DATA_TYPE_UINT32;
+  map.sizes = {32, 1, 1, 1, 1};
+  map.stride_bytes = {4, 128};
+  map.box = {32, 1, 1, 1, 1};
+  Words in(32);
+  std::memcpy(in.data(), &map, sizeof map);
+  return {.grid = {.threads = {threads, 1, 1}}, .in = in, .beside = kShared};
+}
+
+/// The first warp executes `read`, of the words at r1, and what follows; then the second one loads
+/// words there by TMA. It executes `beside` while the first one reads.
+std::string load_over(const std::string& read, const std::string& beside = "") {
+  return R"(
+    mov.u32 %r1, s; mad.lo.u32 %r2, %r0, 4, %r1; mov.u32 %r4, 0; setp.ne.u32 %p1, %r0, 0;
+    @%p1 bra MEET;
+    mbarrier.init.shared.b64 [%r1+8192], 32; mbarrier.init.shared.b64 [%r1+8200], 1;
+    MEET: bar.sync 0; setp.ge.u32 %p1, %r0, 32; @%p1 bra COPY;
+    )" + read +
+         R"(
+    mbarrier.arrive.shared.b64 _, [%r1+8192]; bra DONE;
+    COPY: )" +
+         beside + R"(setp.ne.u32 %p1, %r0, 32; @%p1 bra DONE;
+    FREE: mbarrier.try_wait.parity.shared.b64 %p2, [%r1+8192], 0; @!%p2 bra FREE;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r1+8200], 128;
+    cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%d1, {%r4, %r4}], [%r1+8200];
+    FULL: mbarrier.try_wait.parity.shared.b64 %p2, [%r1+8200], 0; @!%p2 bra FULL;
+    DONE:)";
+}
+
+TEST(EmulatorProxies, LoadsThatTmaMayOvertakeAreFound) {
+  const DeviceWords words(iota(32));
+  const Call call = with_map_of(words, 64);
+  const std::string fence = "fence.proxy.async.shared::cta;";
+  const std::string error = "TMA writes what was read in line 14 by block 0, warp 0";
+  for (const std::string read :
+       {"ld.shared.u32 %r3, [%r2];", "atom.shared.add.u32 %r3, [%r2], 1;",
+        "cvta.shared.u64 %d4, s; ld.u32 %r3, [%d4];",
+        "and.b32 %r2, %r2, -16; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r3}, [%r2];"}) {
+    SCOPED_TRACE(read);
+    on_seeds([&] {
+      expect_error(error, load_over(read), call);
+      expect_error(error, load_over(fence + read), call);
+      expect_error(error, load_over(read, fence), call);
+      EXPECT_EQ(error_of(load_over(read + fence), call), "no error");
+      EXPECT_EQ(error_of(load_over(read + "bar.sync 0;", "bar.sync 0;"), call), "no error");
+    });
+  }
+  // Other bytes may be read.
+  EXPECT_EQ(error_of(load_over("ld.shared.u32 %r3, [%r2+128];"), call), "no error");
+}
+
+TEST(EmulatorProxies, WritesThatWgmmaMayNotSeeAreFound) {
+  const std::string write = "mov.u32 %r1, s; st.shared.u32 [%r1], %r0;";
+  const std::string copy =
+      "mov.u32 %r1, s; cp.async.ca.shared.global [%r1], [%d1], 4; cp.async.wait_all;";
+  const std::string product = R"(
+    shr.u32 %r2, %r1, 4; cvt.u64.u32 %d4, %r2;
+    or.b64 %d4, %d4, 0x4000004000010000; add.s64 %d5, %d4, 512; wgmma.fence.sync.aligned;
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %d4, %d5, 0, 1, 1, 0, 0;
+    wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;)";
+  const std::string fence = "fence.proxy.async;";
+  Call call = threads(128);
+  call.beside = kShared;
+  for (const std::string& before : {write, copy}) {
+    SCOPED_TRACE(before);
+    on_seeds([&] {
+      expect_error("TMA or wgmma reads what was written", before + "bar.sync 0;" + product, call);
+      EXPECT_EQ(error_of(before + fence + "bar.sync 0;" + product, call), "no error");
+      EXPECT_EQ(error_of(before + "bar.sync 0;" + fence + product, call), "no error");
+    });
+  }
+}
+
+TEST(EmulatorProxies, WritesThatTmaMayNotSeeAreFound) {
+  const DeviceWords words(Words(32));
+  const Call call = with_map_of(words, 32);
+  const std::string write =
+      "mov.u32 %r1, s; mad.lo.u32 %r2, %r0, 4, %r1; st.shared.u32 [%r2], %r0;";
+  const std::string store = R"(
+    bar.sync 0; mov.u32 %r4, 0; setp.ne.u32 %p1, %r0, 0; @%p1 bra DONE;
+    cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%d1, {%r4, %r4}], [%r1];
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+    DONE:)";
+  expect_error("TMA or wgmma reads what was written", write + store, call);
+  EXPECT_EQ(error_of(write + "fence.proxy.async.shared::cta;" + store, call), "no error");
+  EXPECT_EQ(words.words(), iota(32));
 }
 
 // ---- Orders
