@@ -128,9 +128,9 @@ class RowAttention {
 
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
   __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
-  __device__ static int team() { return static_cast<int>(threadIdx.x / 32 / kTeam); }
+  __device__ static int team() { return thread() / 32 / kTeam; }
   /// Counted within the team.
-  __device__ static int warp() { return static_cast<int>(threadIdx.x / 32 % kTeam); }
+  __device__ static int warp() { return thread() / 32 % kTeam; }
   /// Row r (0: lane / 4, 1: lane / 4 + 8) of this warp among the group's heads.
   __device__ static int row_of_lane(int r) { return warp() * 16 + r * 8 + lane() / 4; }
 
