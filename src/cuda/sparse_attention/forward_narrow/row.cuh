@@ -127,7 +127,7 @@ class RowAttention {
   using Scores = float[2][4];  // of 16 heads and 16 keys
 
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
-  __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
+  __device__ static int lane() { return thread() % 32; }
   __device__ static int team() { return thread() / 32 / kTeam; }
   /// Counted within the team.
   __device__ static int warp() { return thread() / 32 % kTeam; }
