@@ -138,6 +138,8 @@ std::vector<Case> awkward_shapes() {
        .v_dim = 512,
        .topk = 40,
        .sink = true},
+      {.name = "17-wide-heads", .tokens = 6, .heads = 17, .qk_dim = 576, .v_dim = 512, .topk = 40},
+      {.name = "33-wide-heads", .tokens = 6, .heads = 33, .qk_dim = 512, .v_dim = 512, .topk = 40},
       {.name = "96-wide-heads",
        .tokens = 6,
        .rows = 200,

@@ -5,7 +5,8 @@
 namespace winnow::cuda {
 
 /// Waits for all kThreads threads of the block, wherever in the code each warp waits; __syncthreads
-/// may not stand in code that only some of them run. All warps wait equally often.
+/// may not stand in code that only some of them run, and synccheck reports bar.sync there. All
+/// warps wait equally often.
 template <int kThreads>
 __device__ inline void wait_for_block() {
   asm volatile("barrier.sync 0, %0;" ::"n"(kThreads) : "memory");

@@ -67,11 +67,15 @@ __device__ inline void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/// Waits until this thread's loads from shared memory are done. An arrival at an mbarrier does not:
-/// behind a queue of loads TMA has overwritten what the last of them were to read.
-__device__ inline void wait_for_own_loads() {
+/// The proxy fence: makes ordinary writes to shared memory, this thread's and those it has waited
+/// for, visible to later products, which read through the async proxy.
+__device__ inline void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+
+/// Orders this thread's loads from shared memory before what TMA writes there after its next
+/// arrival. The arrival alone does not wait for them, and they may queue for longer than TMA takes.
+__device__ inline void wait_for_own_loads() { fence_proxy_async(); }
 
 /// Waits at named barrier `kName` for `kThreads` threads.
 template <int kName, int kThreads>

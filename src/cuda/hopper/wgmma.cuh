@@ -10,6 +10,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include "cuda/hopper/barrier.cuh"
 #include "cuda/hopper/registers.cuh"
 
 namespace winnow::hopper {
@@ -52,12 +53,6 @@ __device__ inline void wgmma_commit() {
 template <int kPending>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
-/// The proxy fence: makes ordinary writes to shared memory, this thread's and those it has waited
-/// for, visible to later products, which read through the async proxy.
-__device__ inline void fence_proxy_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 /// Raises the registers of this warpgroup to kRegisters a thread. Even where that changes nothing

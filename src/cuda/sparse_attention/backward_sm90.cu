@@ -124,7 +124,7 @@ void launch_for(const SparseAttentionBackward& args, const Destination& to,
                     : sparse_attention_backward_kernel<T, kValueTiles, kMode, kHeadSteps>;
   };
   auto kernel = kernel_of(std::integral_constant<int, kHeads / kStepHeads>{});
-  if constexpr (kMode == KeyGradients::added) {
+  if constexpr (kMode == KeyGradients::added) {  // of the others there are enough kernels
     if (params.heads <= 2 * kStepHeads) kernel = kernel_of(std::integral_constant<int, 2>{});
     if (params.heads <= kStepHeads) kernel = kernel_of(std::integral_constant<int, 1>{});
   }

@@ -75,7 +75,7 @@ class BlockProducts {
         }
       }
       wait_for_own_loads();
-      __syncwarp();
+      __syncwarp();  // lane 0 frees chunks for all lanes
       // Each lane frees for itself the chunk that is refilled first: racecheck does not follow one
       // lane that does it for its warp. Lane 0 suffices for the others.
       ring_.free[state_.stage][0].arrive();

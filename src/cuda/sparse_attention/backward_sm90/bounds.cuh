@@ -180,7 +180,7 @@ class BoundOperand {
       load_fragments(rows_[i], shared_.stages[state_.stage][i / 4] +
                                    tile_offset(row, i % 4 * 2 + offset.column / 8));
     }
-    wait_for_own_loads();
+    wait_for_own_loads();                 // a precaution: here cp.async refills the stage
     shared_.free[state_.stage].arrive();  // each lane: racecheck does not follow one for its warp
     state_.next();
   }
