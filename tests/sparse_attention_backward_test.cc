@@ -346,6 +346,51 @@ TEST(SparseAttentionBackward, OnCudaManyKeysGiveTheGradientsOfADeterministicCall
   });
 }
 
+// With 132 multiprocessors the last 5 rows are a round of their own, whose lists Hopper's kernel
+// splits: long ones in parts, short ones with those of the round before. Without a workspace it
+// splits none.
+TEST(SparseAttentionBackward, OnCudaSplitListsGiveTheSameGradients) {
+  if (!has_cuda()) GTEST_SKIP();
+  on_each_kernel("sparse_attention", [](const Execution& execution) {
+    if (execution.backend != Backend::cuda) return;
+    Execution whole = execution;
+    whole.workspace_limit = 0;
+    for (const std::int64_t qk_dim : {576, 512}) {
+      for (const std::int64_t topk : {1600, 400}) {
+        SCOPED_TRACE(fmt::format("qk_dim {}, topk {}", qk_dim, topk));
+        Attention a = with_sink(filled({.tokens = 269,
+                                        .keys = 1700,
+                                        .heads = 3,
+                                        .qk_dim = qk_dim,
+                                        .v_dim = 512,
+                                        .topk = topk,
+                                        .scale = 0.0625F},
+                                       50),
+                                50);
+        const Random random(50, "lengths");
+        for (std::int64_t t = 0; t < a.tokens; ++t) {
+          const std::int64_t most = t + 5 < a.tokens ? 130 : topk;
+          a.lengths.push_back(static_cast<std::int32_t>(random.below(t, most + 1)));
+        }
+        a.lengths[a.tokens - 1] = static_cast<std::int32_t>(topk);
+        a.lengths[a.tokens - 3] = 0;
+        // A list that begins with slots that hold none.
+        std::fill_n(a.indices.end() - 2 * topk, 300, -1);
+        const AttentionForwardWork work(a, harness::device_of(execution.backend));
+        if (!is_taken(work.args, execution)) continue;
+        const AttentionOutputs outputs = forward(a, execution);
+        const AttentionBackwardWork backward_work(a, outputs,
+                                                  harness::device_of(execution.backend));
+        if (!is_taken(backward_work.args, whole)) continue;
+        const AttentionGradients expected = backward(a, outputs, whole);
+        const AttentionGradients gradients = backward(a, outputs, execution);
+        EXPECT_TRUE(same_bits(gradients.d_q, expected.d_q));
+        expect_close(a, gradients, expected);
+      }
+    }
+  });
+}
+
 TEST(SparseAttentionBackward, DeterministicRepeatsGiveTheSameBits) {
   on_each_kernel("sparse_attention", [](const Execution& execution) {
     Attention a = with_sink(filled({.tokens = 200, .keys = 12, .topk = 8}, 45), 45);

@@ -10,7 +10,8 @@
 namespace winnow::cuda::sparse_attention {
 
 /// Each warp takes one row and looks for 32 of its keys in the list of the row half a wave of
-/// thread blocks further on; where lists do not ascend, it may not find them. Thread blocks look at
+/// thread blocks further on, which has a third of them and more where an indexer has selected for a
+/// smooth sequence; where lists do not ascend, it may not find them. Thread blocks look at
 /// the same rows, so all that ask agree. Called by all kThreads threads of a block; `params` are
 /// those of a forward or backward kernel.
 template <int kThreads, class Parameters>
@@ -46,7 +47,7 @@ __device__ bool lists_are_alike(const Parameters& params) {
                  key_of(other, begin) == key;
     }
   }
-  return __syncthreads_count(is_found) >= kThreads / 2;
+  return __syncthreads_count(is_found) >= kThreads / 4;
 }
 
 }  // namespace winnow::cuda::sparse_attention

@@ -55,7 +55,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                                      const __grid_constant__ BackwardSm90Parameters<T> params) {
   extern __shared__ __align__(1024) std::byte memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+  const Share share = begin_pace(params);
   if (threadIdx.x == 0) {
+    shared.share = share;
     constexpr int kGradientWarps = 2 * kWarpgroup / 32;
     constexpr int kSideWarps = kWarpgroup / 32;
     shared.half_full.init(1);
@@ -69,7 +71,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
-  begin_pace(params);
   if (threadIdx.x < kWarpgroup) {
     shrink_registers<kScoreRegisters>();
     compute_scores<T, kTiles, kMode>(params, q, out, d_out, shared);
@@ -79,12 +80,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
+/// What the thread blocks of a launch tell each other; words are zero at its start.
+struct Team {
+  unsigned* progress = nullptr;  // null: none waits for others (pacing.cuh)
+  Split split = Split::none;     // of items (pieces.cuh), and the next three
+  int split_blocks = 0;
+  float* carried_sums = nullptr;
+  unsigned* carried_words = nullptr;
+};
+
 /// Where a launch leaves its sums.
 struct Destination {
   float* rows;  // of d_kv, or the terms of slots
   std::int64_t row_stride;
-  Tensor d_sink;                     // summed over rows, or per row if deterministic
-  unsigned* progress = nullptr;      // where thread blocks keep pace: zero
+  Tensor d_sink;  // summed over rows, or per row if deterministic
+  Team team = {};
   const ExactSums* exact = nullptr;  // whose quanta are added
 };
 
@@ -111,9 +121,13 @@ void launch_for(const SparseAttentionBackward& args, const Destination& to,
   params.d_kv_stride = to.row_stride;
   params.d_sink = data_of<float>(to.d_sink);
   params.d_sink_stride = to.d_sink ? to.d_sink.stride[0] : 0;
-  params.progress = to.progress;
-  if (to.progress != nullptr) params.lead = max_lead(args);
+  params.progress = to.team.progress;
+  if (to.team.progress != nullptr) params.lead = max_lead(args);
   params.delayed = fits_l2(args);
+  params.split = to.team.split;
+  params.split_blocks = to.team.split_blocks;
+  params.carried_sums = to.team.carried_sums;
+  params.carried_words = to.team.carried_words;
   if (to.exact != nullptr) {
     params.inverse_quanta = to.exact->inverse_quanta;
     params.constants = to.exact->constants;
@@ -307,16 +321,59 @@ std::string why_not(const SparseAttentionBackward& args, const Execution& execut
   return {};
 }
 
-/// Whether thread blocks keep pace (pacing.cuh).
-bool keeps_pace(const SparseAttentionBackward& args, const Execution& execution) {
-  return !execution.deterministic && !fits_l2(args) &&
-         execution.workspace_limit >= Workspace::bytes({sizeof(unsigned)});
+struct TeamPlan {
+  Split split = Split::none;
+  int split_blocks = 0;
+  std::size_t sum_bytes = 0;   // carried_sums
+  std::size_t word_bytes = 0;  // the progress, then carried_words
+};
+
+std::size_t bytes_of(const TeamPlan& plan) {
+  return Workspace::bytes({plan.sum_bytes}) + Workspace::bytes({plan.word_bytes});
+}
+
+/// Items are split where those of the last round are so few that each has two thread blocks or
+/// more.
+TeamPlan plan_team(const SparseAttentionBackward& args, const Execution& execution) {
+  if (execution.deterministic) return {};
+  constexpr std::int64_t kLongList = 1536;  // slots; of 1152 pairs were faster, of 2048 parts
+  const std::int64_t items = args.q.shape[0] * ((args.q.shape[1] + kHeads - 1) / kHeads);
+  const std::int64_t blocks = device_properties(args.q.device).multiprocessors;
+  const std::int64_t topk = args.indices.shape[1];
+  const std::int64_t last_items = items % blocks;
+  TeamPlan plan;
+  if (items > blocks && last_items > 0 && last_items <= blocks / 2) {
+    std::int64_t split_blocks = blocks / last_items;
+    plan.split = topk < kLongList ? Split::in_pairs : Split::in_parts;
+    if (plan.split == Split::in_parts)
+      split_blocks = std::min({split_blocks, items / blocks, topk / kBlock});
+    plan.split_blocks = static_cast<int>(split_blocks);
+    const std::int64_t split_items = plan.split == Split::in_parts ? last_items : blocks;
+    plan.sum_bytes = split_items * kHeads * args.q.shape[2] * sizeof(float);
+    plan.word_bytes = (1 + split_items * kCarriedWords) * sizeof(unsigned);
+    if (bytes_of(plan) <= execution.workspace_limit) return plan;
+  }
+  plan = {.word_bytes = fits_l2(args) ? 0 : sizeof(unsigned)};
+  return bytes_of(plan) <= execution.workspace_limit ? plan : TeamPlan{};
+}
+
+Team begin_team(const SparseAttentionBackward& args, const TeamPlan& plan, Workspace& workspace,
+                cudaStream_t stream) {
+  if (plan.word_bytes == 0) return {};
+  auto* const sums = workspace.take<float>(plan.sum_bytes / sizeof(float));
+  auto* const words = workspace.take<unsigned>(plan.word_bytes / sizeof(unsigned));
+  cuda_check(cudaMemsetAsync(words, 0, plan.word_bytes, stream));
+  return {.progress = fits_l2(args) ? nullptr : words,
+          .split = plan.split,
+          .split_blocks = plan.split_blocks,
+          .carried_sums = sums,
+          .carried_words = words + 1};
 }
 
 std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution) {
   // All are sums of slices; the copy comes on top of the limit.
   return Workspace::bytes({key_copy_bytes(args.d_kv)}) + bytes_of(plan_in_order(args, execution)) +
-         Workspace::bytes({keeps_pace(args, execution) ? sizeof(unsigned) : 0});
+         bytes_of(plan_team(args, execution));
 }
 
 void run(const SparseAttentionBackward& args, const Execution& execution) {
@@ -333,17 +390,13 @@ void run(const SparseAttentionBackward& args, const Execution& execution) {
     if (execution.deterministic) {
       run_in_order(args, plan, sums, workspace, execution);
     } else {
-      unsigned* progress = nullptr;
-      if (keeps_pace(args, execution)) {
-        progress = workspace.take<unsigned>(1);
-        cuda_check(cudaMemsetAsync(progress, 0, sizeof(unsigned), execution.stream));
-      }
-      start<KeyGradients::added>(args,
-                                 {.rows = sums.data,
-                                  .row_stride = sums.stride,
-                                  .d_sink = args.d_sink,
-                                  .progress = progress},
-                                 execution);
+      start<KeyGradients::added>(
+          args,
+          {.rows = sums.data,
+           .row_stride = sums.stride,
+           .d_sink = args.d_sink,
+           .team = begin_team(args, plan_team(args, execution), workspace, execution.stream)},
+          execution);
     }
   }
   finish_key_sums(sums, args.d_kv, execution.stream);

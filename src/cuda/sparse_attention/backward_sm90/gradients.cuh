@@ -7,6 +7,7 @@
 
 #include "cuda/sparse_attention/backward_sm90/d_q.cuh"
 #include "cuda/sparse_attention/backward_sm90/key_gradients.cuh"
+#include "cuda/sparse_attention/backward_sm90/pieces.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {
@@ -14,17 +15,57 @@ namespace winnow::cuda::sparse_attention::backward_sm90 {
 /// The first of the four tiles of warpgroup 1 or 2.
 __device__ inline int first_side_tile() { return (own_thread() / kWarpgroup - 1) * kSideTiles; }
 
+/// Stores dQ and d_sink of an item, or hands them on.
+template <class T, int kTiles, KeyGradients kMode>
+__device__ void finish_piece(const BackwardSm90Parameters<T>& params, int pieces,
+                             const float (&d_q)[128], SharedStorage& shared) {
+  const Piece piece = piece_of<kMode>(params, shared.share, pieces);
+  const Item item = item_of(params, piece.number);
+  bool has_keys = shared.has_keys[pieces % 2];
+  if (kMode == KeyGradients::added && piece.end < item.blocks) {
+    const Carried carried = carried_of<kTiles>(params, piece);
+    if (has_keys) *carried.has_keys = 1;
+    hand_on<2 * kWarpgroup>(d_q, carried.sums, carried.blocks, piece);
+    return;
+  }
+  const int lane = own_thread() % 32;
+  const int of_item = (own_thread() - kWarpgroup) / 4;
+  const int head = item.first_head + of_item;
+  if (params.d_sink != nullptr && lane % 4 == 0 && head < params.heads) {
+    if (piece.begin > 0) has_keys |= __ldcg(carried_of<kTiles>(params, piece).has_keys) != 0;
+    const HeadConstants* constants = constants_of(shared, pieces);
+    // Warpgroup 0 may have the next item's in the place of these.
+    if constexpr (kMode == KeyGradients::exact)
+      constants = params.constants + std::int64_t{piece.number} * kHeads;
+    const float d_sink = has_keys ? constants[of_item].d_sink : 0.0f;
+    if constexpr (kMode != KeyGradients::added) {
+      params.d_sink[item.t * params.d_sink_stride + head] = d_sink;
+    } else {
+      atomicAdd(params.d_sink + head, d_sink);
+    }
+  }
+  __syncwarp();  // what was read may be overwritten once lane 0 has freed a block of the next
+                 // item
+#pragma unroll
+  for (int j = 0; j < kSideTiles; ++j) {
+    store_d_q(params, item, d_q + 32 * j, (first_side_tile() + j) * kTileColumns);
+  }
+}
+
 template <class T, int kTiles, KeyGradients kMode, int kHeadSteps>
 __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, SharedStorage& shared) {
   int blocks = 0;
-  int items = 0;
-  for (int number = static_cast<int>(blockIdx.x); number < params.items;
-       number += static_cast<int>(gridDim.x), ++items) {
-    shared.q_full.wait(items);
-    shared.d_out_full.wait(items);
+  for (int pieces = 0; has_piece<kMode>(params, shared.share, pieces); ++pieces) {
+    const Piece piece = piece_of<kMode>(params, shared.share, pieces);
+    shared.q_full.wait(pieces);
+    shared.d_out_full.wait(pieces);
     float d_q[128] = {};
-    const int begin = blocks;
-    const int end = blocks + item_of(params, number).blocks;
+    if (piece.begin > 0) {
+      const Carried carried = carried_of<kTiles>(params, piece);
+      take_over<2 * kWarpgroup>(d_q, carried.sums, carried.blocks, piece);
+    }
+    const int first = blocks - piece.begin;
+    const int end = first + piece.end;
     for (; blocks < end; ++blocks) {
       const int first_tile = first_side_tile();
       shared.scores_full.wait(blocks);
@@ -40,7 +81,7 @@ __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, Share
       wgmma_wait<0>();
       if (own_thread() % 32 == 0) shared.kv_free.arrive();
       const KeyBlock key_block{shared.keys[blocks % 2], shared.inverse_quanta[blocks % 2],
-                               first_slot_of(params, number, blocks - begin)};
+                               first_slot_of(params, piece.number, blocks - first)};
       // With an item's last gradients of a tile the next item's tile may be loaded.
       const bool is_last = blocks + 1 == end;
       const auto free_tile = [&](int tile) {
@@ -65,28 +106,7 @@ __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, Share
         emit_columns<kMode>(params, key_block, gradients, tile * kTileColumns);
       }
     }
-    const int lane = own_thread() % 32;
-    const Item item = item_of(params, number);
-    const int of_item = (static_cast<int>(threadIdx.x) - kWarpgroup) / 4;
-    const int head = item.first_head + of_item;
-    if (params.d_sink != nullptr && lane % 4 == 0 && head < params.heads) {
-      const HeadConstants* constants = constants_of(shared, items);
-      // Warpgroup 0 may have the next item's in the place of these.
-      if constexpr (kMode == KeyGradients::exact)
-        constants = params.constants + std::int64_t{number} * kHeads;
-      const float d_sink = shared.has_keys[items % 2] ? constants[of_item].d_sink : 0.0f;
-      if constexpr (kMode != KeyGradients::added) {
-        params.d_sink[item.t * params.d_sink_stride + head] = d_sink;
-      } else {
-        atomicAdd(params.d_sink + head, d_sink);
-      }
-    }
-    __syncwarp();  // what was read may be overwritten once lane 0 has freed a block of the next
-                   // item
-#pragma unroll
-    for (int j = 0; j < kSideTiles; ++j) {
-      store_d_q(params, item, d_q + 32 * j, (first_side_tile() + j) * kTileColumns);
-    }
+    finish_piece<T, kTiles, kMode>(params, anew(pieces), d_q, shared);
   }
 }
 

@@ -31,7 +31,7 @@ __device__ void emit_4(float* to, const float (&x)[4]) {
 struct KeyBlock {
   const std::int32_t (&keys)[kBlock];
   const float (&inverse_quanta)[kBlock];  // where sums are exact
-  std::int64_t first_slot;                // counted over all rows
+  int first_slot;                         // counted over all rows
 };
 
 /// Adds or writes 2 kValues columns from first_column on of the gradients of a block's keys, in
@@ -41,8 +41,9 @@ struct KeyBlock {
 template <KeyGradients kMode, int kValues, class T>
 __device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyBlock& block,
                              const float (&gradients)[kValues], int first_column) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int warp = static_cast<int>(threadIdx.x % kWarpgroup / 32);
+  const unsigned thread = kMode == KeyGradients::written ? own_thread() : threadIdx.x;
+  const int lane = static_cast<int>(thread % 32);
+  const int warp = static_cast<int>(thread % kWarpgroup / 32);
   const int first_row = warp * 16 + lane / 8 * 2;
   const bool is_odd = lane & 4;  // of the quad
   float* const column = params.d_kv + first_column + lane % 8 * 4;
@@ -51,10 +52,10 @@ __device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyB
     const int row = first_row + 8 * half;
     const int2 pair = *reinterpret_cast<const int2*>(&block.keys[row]);
     constexpr bool kWritten = kMode == KeyGradients::written;
-    float* const even_row =
-        column + (kWritten ? block.first_slot + row : pair.x) * params.d_kv_stride;
-    float* const odd_row =
-        column + (kWritten ? block.first_slot + row + 1 : pair.y) * params.d_kv_stride;
+    const std::int64_t even = kWritten ? block.first_slot + row : pair.x;
+    const std::int64_t odd = kWritten ? block.first_slot + row + 1 : pair.y;
+    float* const even_row = column + even * params.d_kv_stride;
+    float* const odd_row = column + odd * params.d_kv_stride;
 #pragma unroll
     for (int line = 0; line < kValues / 16; ++line) {  // of 32 columns
       // Of both rows the even quad takes the first 16 columns, the odd one the others.

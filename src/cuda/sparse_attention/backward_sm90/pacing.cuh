@@ -2,15 +2,18 @@
 // How far the thread blocks are through their lists at the same time. Lists mostly ascend, so that
 // a block sweeps over the keys once an item; where they do not, this gains nothing.
 //
-// Where keys and their gradients fit into L2, blocks had better be at different keys: otherwise all
-// load their next items at once, and add to the same rows where lists are alike. Where they do not
-// fit, blocks had better be at the same keys, which stay in L2 for so long. Short lists that are
-// alike name few keys together, and count as fitting. Neither changes a result.
+// Where keys and their gradients fit into L2, blocks had better not change items at the same time:
+// otherwise all load their next items at once, and add to the same rows where lists are alike. So
+// some start late, or items are split (pieces.cuh). Where keys do not fit, blocks had better be at
+// the same keys, which stay in L2 for so long, and no item is split: a piece is at other keys than
+// the items beside it. Lists that are alike name few keys together, and count as fitting. Neither
+// changes a result.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/sparse_attention/alike_lists.cuh"
+#include "cuda/sparse_attention/backward_sm90/pieces.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 #include "cuda/sparse_attention/spread_start.cuh"
 
@@ -85,16 +88,20 @@ __device__ inline void end_pace(unsigned* progress) {
   asm volatile("red.relaxed.gpu.global.max.u32 [%0], 0x80000000;" ::"l"(progress) : "memory");
 }
 
-/// Called by all threads before the first item: delays the block where blocks had better be at
-/// different keys. Otherwise they keep pace if there is a `progress`.
+/// Called by all threads before the first item: the share of the thread block, which is delayed
+/// where blocks had better not change items together and none is split. Elsewhere blocks keep pace
+/// if there is a `progress`.
 template <class T>
-__device__ void begin_pace(const BackwardSm90Parameters<T>& params) {
-  bool is_delayed = params.delayed;
+__device__ Share begin_pace(const BackwardSm90Parameters<T>& params) {
+  bool is_spread = params.delayed;
   if (params.progress != nullptr && are_few_keys_in_use(params)) {
     if (threadIdx.x == 0) end_pace(params.progress);
-    is_delayed = true;
+    is_spread = true;
   }
-  if (is_delayed) delay_start(params);
+  if (is_spread && params.split == Split::in_parts) return share_in_parts(params);
+  if (is_spread && params.split == Split::in_pairs) return share_in_pairs(params);
+  if (is_spread) delay_start(params);
+  return share_of_whole_items(params);
 }
 
 }  // namespace winnow::cuda::sparse_attention::backward_sm90

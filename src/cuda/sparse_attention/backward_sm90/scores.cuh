@@ -11,6 +11,7 @@
 #include "cuda/sparse_attention/backward_sm90/constants.cuh"
 #include "cuda/sparse_attention/backward_sm90/d_q.cuh"
 #include "cuda/sparse_attention/backward_sm90/pacing.cuh"
+#include "cuda/sparse_attention/backward_sm90/pieces.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {
@@ -23,9 +24,10 @@ class Gatherer {
   __device__ Gatherer(const BackwardSm90Parameters<T>& params, SharedStorage& shared)
       : params_(params), shared_(shared) {}
 
-  __device__ void start_item(const Item& item) {
-    indices_ = params_.indices + item.t * params_.indices_stride;
-    slots_left_ = item.slots;
+  __device__ void start_piece(const Item& item, const Piece& piece) {
+    const int first_slot = piece.begin * kBlock;
+    indices_ = params_.indices + item.t * params_.indices_stride + first_slot;
+    slots_left_ = min(item.slots, piece.end * kBlock) - first_slot;
     load_keys();
   }
 
@@ -129,15 +131,15 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
   Gatherer<T, kTiles, kMode> gatherer(params, shared);
   int blocks = 0;  // of all items
   int items = 0;
-  for (int number = static_cast<int>(blockIdx.x); number < params.items;
-       number += static_cast<int>(gridDim.x), ++items) {
+  for (; has_piece<kMode>(params, shared.share, items); ++items) {
     // The others still compute and add the last gradients of the item before; its keys are no
     // longer needed.
     if (kMode == KeyGradients::added && threadIdx.x == 0 && params.progress != nullptr) {
       keep_pace(params.progress, blocks, params.lead);
     }
-    const Item item = item_of(params, number);
-    gatherer.start_item(item);
+    const Piece piece = piece_of<kMode>(params, shared.share, items);
+    const Item item = item_of(params, piece.number);
+    gatherer.start_piece(item, piece);
     if constexpr (kMode != KeyGradients::exact) {
       compute_constants(params, out, d_out, item, items, shared);
     }
@@ -148,7 +150,8 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
       shared.has_keys[items % 2] = false;
     }
     if (kMode == KeyGradients::exact && threadIdx.x < kHeads) {
-      shared.constants[threadIdx.x] = params.constants[std::int64_t{number} * kHeads + threadIdx.x];
+      shared.constants[threadIdx.x] =
+          params.constants[std::int64_t{piece.number} * kHeads + threadIdx.x];
     }
     const auto heads_of_lane = [&] {
       const HeadConstants* const of_item =
@@ -159,7 +162,13 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
     shared.d_out_full.wait(items);
     sync_score_warps();  // the constants are written
     float d_q[32] = {};  // of the rope part
-    const int end = blocks + item_of(params, number).blocks;
+    if constexpr (kRope) {
+      if (piece.begin > 0) {
+        const Carried carried = carried_of<kTiles>(params, piece);
+        take_over<kWarpgroup>(d_q, carried.rope_sums, carried.rope_blocks, piece);
+      }
+    }
+    const int end = blocks + piece.end - piece.begin;
     for (; blocks < end; ++blocks) {
       wait_for_own_copies();
       fence_proxy_async();
@@ -217,7 +226,14 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
       if (blocks + 1 < end) gatherer.gather((blocks + 1) % 2);
     }
     if constexpr (kRope) {
-      store_d_q(params, item_of(params, number), d_q, kValueTiles * kTileColumns);
+      const Piece piece = piece_of<kMode>(params, shared.share, anew(items));
+      const Item item = item_of(params, piece.number);
+      if (kMode == KeyGradients::added && piece.end < item.blocks) {
+        const Carried carried = carried_of<kTiles>(params, piece);
+        hand_on<kWarpgroup>(d_q, carried.rope_sums, carried.rope_blocks, piece);
+      } else {
+        store_d_q(params, item, d_q, kValueTiles * kTileColumns);
+      }
     }
   }
   if (kMode == KeyGradients::added && threadIdx.x == 0 && params.progress != nullptr) {

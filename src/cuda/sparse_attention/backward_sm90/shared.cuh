@@ -43,6 +43,20 @@ struct alignas(16) HeadConstants {
   float d_sink;  // the gradient of the sink if the query has keys
 };
 
+/// An item or a part of one.
+struct Piece {
+  int number;      // of the item
+  int begin, end;  // blocks of keys
+  int carried;     // which memory the pieces of a split item share
+};
+
+/// What a thread block takes (pieces.cuh): whole items, and up to two pieces of split ones.
+struct Share {
+  int pieces;     // all together
+  int places[2];  // of the split ones in their order; INT_MAX: there is none
+  Piece split[2];
+};
+
 struct SharedStorage {
   std::byte q[kMaxTiles][kTileBytes];
   std::byte d_out[kValueTiles][kTileBytes];
@@ -56,6 +70,7 @@ struct SharedStorage {
     float inverse_quanta[2][kBlock];      // of the keys, where sums are exact
   };
   bool has_keys[2];              // of even and odd items
+  Share share;                   // of the thread block
   Barrier half_full;             // half of out and d_out has landed, for the constants
   Barrier q_full;                // an item's q has landed
   Barrier d_out_full;            // an item's d_out has landed
@@ -78,6 +93,20 @@ __device__ inline int own_thread() {
   int thread = 0;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
+}
+
+/// blockIdx.x, read anew.
+__device__ inline int own_block() {
+  int block = 0;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return block;
+}
+
+/// The same number, of which the compiler knows nothing: what depends on it is computed anew and
+/// takes no register before.
+__device__ inline int anew(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
 }
 
 template <class T>
@@ -106,11 +135,11 @@ __device__ Item item_of(const BackwardSm90Parameters<T>& params, int number) {
   return item;
 }
 
-/// The number of the first slot of an item's block, counted over all rows.
+/// The number of the first slot of an item's block, counted over all rows, of which each is one
+/// item where terms are written. Terms fit into memory, so there are less than 2^31.
 template <class T>
-__device__ std::int64_t first_slot_of(const BackwardSm90Parameters<T>& params, int number,
-                                      int block) {
-  return std::int64_t{number / params.head_groups} * params.topk + block * kBlock;
+__device__ int first_slot_of(const BackwardSm90Parameters<T>& params, int number, int block) {
+  return number * params.topk + block * kBlock;
 }
 
 }  // namespace winnow::cuda::sparse_attention::backward_sm90
