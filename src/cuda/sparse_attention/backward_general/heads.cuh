@@ -132,7 +132,7 @@ struct Heads {
   /// Emits dS^T Q + P^T dO of some keys and columns to the keys; `keys` are those of the tile.
   template <int kKeys, int kColumns>
   __device__ void add_to_keys(int first_key, int first_column, const std::int32_t* keys,
-                              std::int64_t first_slot) const {
+                              int first_slot) const {
     float sums[kKeys / 16][kColumns / 8][4];
     clear_accumulators(sums);
     multiply(sums, d_s + first_key, q + first_column, stride);
@@ -144,13 +144,15 @@ struct Heads {
     // has four columns.
     const bool is_odd = lane() % 2 != 0;
     const int column = first_column + (is_odd ? 8 : 0) + lane() % 4 / 2 * 4;
+    float* const gradients = first_gradient();
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int key_row = first_key + i * 16 + row_in_block(lane(), r * 2);
         const std::int32_t key = key_row < parameters.tile_keys ? keys[key_row] : -1;
-        float* const to = parameters.d_kv + row_of_gradient(key, first_slot + key_row);
+        float* const to =
+            gradients + gradient_row(key, first_slot + key_row) * parameters.d_kv_stride;
 #pragma unroll
         for (int n = 0; n < kColumns / 8; n += 2) {
           const float* const first = &sums[i][n][r * 2];
@@ -241,10 +243,14 @@ struct Heads {
     }
   }
 
-  /// The offset of a key's gradient, or of a slot's term.
-  __device__ std::int64_t row_of_gradient(std::int32_t key, std::int64_t slot) const {
-    if (parameters.key_gradient == KeyGradient::added) return key * parameters.d_kv_stride;
-    return (std::int64_t{row} * parameters.slots.slots + slot) * parameters.d_kv_stride;
+  /// The gradients of all keys, or the terms of this row's slots.
+  __device__ float* first_gradient() const {
+    if (parameters.key_gradient == KeyGradient::added) return parameters.d_kv;
+    return parameters.d_kv + std::int64_t{row} * parameters.slots.slots * parameters.d_kv_stride;
+  }
+  /// Which of them a key adds to.
+  __device__ std::int64_t gradient_row(std::int32_t key, std::int32_t slot) const {
+    return parameters.key_gradient == KeyGradient::added ? key : slot;
   }
 
   __device__ void emit_key(float* to, float4 x) const {

@@ -108,7 +108,7 @@ class RowGradient {
         __syncthreads();  // P and dS are there
         if (parameters_.d_q != nullptr) add_to_query(kv_tile, blocks);
         if (parameters_.key_gradient != KeyGradient::none) {
-          add_to_keys(shared_.key[stage], std::int64_t{tile} * tile_keys, blocks);
+          add_to_keys(shared_.key[stage], tile * tile_keys, blocks);
         }
       }
       if (parameters_.stages == 1 && tile + 1 < behind_tile) {
@@ -300,7 +300,7 @@ class RowGradient {
   /// Emits dS [heads, keys]^T Q [heads, columns] + P [heads, keys]^T dO [heads, columns] to the
   /// keys. After an odd number of blocks 16 keys have no scores; they are no keys, so nothing is
   /// emitted.
-  __device__ void add_to_keys(const std::int32_t* keys, std::int64_t first_slot, int blocks) {
+  __device__ void add_to_keys(const std::int32_t* keys, int first_slot, int blocks) {
     // A tile has one or two parts of 32 keys, so that a shift divides by their number.
     static_assert(kMaxKeys <= 2 * kKeysAtOnce);
     const int shift = kMaxKeys > kKeysAtOnce && blocks > 2 ? 1 : 0;
