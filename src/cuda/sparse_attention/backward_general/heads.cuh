@@ -133,23 +133,24 @@ struct Heads {
   template <int kKeys, int kColumns>
   __device__ void add_to_keys(int first_key, int first_column, const std::int32_t* keys,
                               int first_slot) const {
+    const int lane = static_cast<int>(own_thread() % 32);
     float sums[kKeys / 16][kColumns / 8][4];
     clear_accumulators(sums);
-    multiply(sums, d_s + first_key, q + first_column, stride);
+    multiply(sums, d_s + first_key, q + first_column, stride, lane);
     if (first_column < parameters.v_dim) {
-      multiply(sums, p + first_key, d_out + first_column, v_stride);
+      multiply(sums, p + first_key, d_out + first_column, v_stride, lane);
     }
     // Four lanes emit 16 columns of a row. A lane has a pair in each of two blocks of 8; even lanes
     // take the first block's pair from their neighbour, odd lanes the second's, so that each lane
     // has four columns.
-    const bool is_odd = lane() % 2 != 0;
-    const int column = first_column + (is_odd ? 8 : 0) + lane() % 4 / 2 * 4;
+    const bool is_odd = lane % 2 != 0;
+    const int column = first_column + (is_odd ? 8 : 0) + lane % 4 / 2 * 4;
     float* const gradients = first_gradient();
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int key_row = first_key + i * 16 + row_in_block(lane(), r * 2);
+        const int key_row = first_key + i * 16 + row_in_block(lane, r * 2);
         const std::int32_t key = key_row < parameters.tile_keys ? keys[key_row] : -1;
         float* const to =
             gradients + gradient_row(key, first_slot + key_row) * parameters.d_kv_stride;
@@ -215,12 +216,12 @@ struct Heads {
  private:
   /// c += A [heads, keys]^T B [heads, columns].
   template <int kM, int kN>
-  __device__ static void multiply(float (&c)[kM][kN][4], const T* a, const T* b, int b_stride) {
+  __device__ static void multiply(float (&c)[kM][kN][4], const T* a, const T* b, int b_stride,
+                                  int lane) {
     if constexpr (kSize == 2) {
       const std::uint32_t a_row =
-          fragment_address(shared_address(a), kKeyStride * kSize, columns_first(lane()));
-      std::uint32_t b_row =
-          fragment_address(shared_address(b), b_stride * kSize, rows_first(lane()));
+          fragment_address(shared_address(a), kKeyStride * kSize, columns_first(lane));
+      std::uint32_t b_row = fragment_address(shared_address(b), b_stride * kSize, rows_first(lane));
 #pragma unroll
       for (int h = 0; h < kHeads; h += 16) {
         std::uint32_t b_blocks[kN / 2][4];

@@ -28,6 +28,14 @@ struct alignas(16) HeadConstants {
   float d_sink;  // the gradient of the sink if the query has keys
 };
 
+/// threadIdx.x, read anew: what follows from it is then computed where it is used, and does not
+/// stay in registers through the loop over tiles.
+__device__ inline unsigned own_thread() {
+  unsigned thread = 0;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 __host__ __device__ constexpr int padded_dim(int dim) { return (dim + 15) / 16 * 16; }
 /// The padding lets eight rows begin in different banks.
 template <class T>
@@ -128,16 +136,19 @@ class Gather {
   /// keys.
   __device__ void start(int tile, T* rows, std::int32_t* keys) {
     const T* const kv = static_cast<const T*>(parameters_.kv);
+    const unsigned thread = own_thread();
+    const int group = static_cast<int>(thread / kLanesPerRow);
+    const int lane = static_cast<int>(thread % kLanesPerRow);
     has_key_ = false;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = group_ + i * kGroups;
+      const int row = group + i * kGroups;
       if (row >= parameters_.tile_keys) break;
       const std::int32_t key = next_[i] < parameters_.slots.keys ? next_[i] : -1;
       const T* const from = key < 0 ? nullptr : kv + key * parameters_.kv_stride;
       copy_row(rows + row * row_elements<T>(parameters_.qk_dim), from, parameters_.qk_dim,
-               parameters_.kv_aligned, lane_);
-      if (lane_ == 0) keys[row] = key;
+               parameters_.kv_aligned, lane);
+      if (lane == 0) keys[row] = key;
       has_key_ = has_key_ || key >= 0;
     }
     commit_copies();
@@ -153,9 +164,10 @@ class Gather {
 
   /// Only issues the loads; using the values here would stall.
   __device__ void load_indices(int tile) {
+    const int group = static_cast<int>(own_thread() / kLanesPerRow);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = group_ + i * kGroups;
+      const int row = group + i * kGroups;
       const auto slot = static_cast<std::uint32_t>(tile) * parameters_.tile_keys + row;
       next_[i] = -1;
       if (row < parameters_.tile_keys && slot < slots_) next_[i] = indices_[slot];
@@ -165,8 +177,6 @@ class Gather {
   const BackwardParameters& parameters_;
   const std::int32_t* indices_;
   std::uint32_t slots_;
-  int group_ = static_cast<int>(threadIdx.x / kLanesPerRow);
-  int lane_ = static_cast<int>(threadIdx.x % kLanesPerRow);
   bool has_key_ = false;
   std::int32_t next_[kRows];
 };

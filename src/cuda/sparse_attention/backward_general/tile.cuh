@@ -137,16 +137,17 @@ class RowGradient {
     return {parameters_, row_,      first_head_,      q_tile_,           d_out_tile_,
             stride_,     v_stride_, &shared_.p[0][0], &shared_.d_s[0][0]};
   }
-  __device__ static int warp() { return static_cast<int>(threadIdx.x / 32); }
-  __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
+  __device__ static int warp() { return static_cast<int>(own_thread() / 32); }
+  __device__ static int lane() { return static_cast<int>(own_thread() % 32); }
   /// Which 16 keys of a tile this warp scores.
   __device__ static int key_warp() { return warp() % kKeyWarps; }
 
   /// Computes P and dS of this warp's 16 keys and its heads; 0 without a key and past the last
   /// head.
   __device__ void compute_scores(const T* kv_tile, const std::int32_t* keys) {
-    const int first_key = key_warp() * 16;
-    const int first_head = warp() / kKeyWarps * kScoreBlocks * 16;
+    const int own_warp = warp();
+    const int first_key = own_warp % kKeyWarps * 16;
+    const int first_head = own_warp / kKeyWarps * kScoreBlocks * 16;
     const T* const k = kv_tile + first_key * stride_;
     float s[kScoreBlocks][2][4];
     clear_accumulators(s);
@@ -170,15 +171,17 @@ class RowGradient {
   /// The same by two warps that have 16 heads and all 32 keys of a tile: one makes S, the other dP;
   /// then the first has P and dS of the first 16 keys, the other those of the second.
   __device__ void compute_scores_in_pairs(const T* kv_tile, const std::int32_t* keys) {
-    const int first_head = warp() % kHeadBlocks * 16;
-    const bool is_second = warp() >= kHeadBlocks;
+    const int own_lane = lane();
+    const int own_warp = warp();
+    const int first_head = own_warp % kHeadBlocks * 16;
+    const bool is_second = own_warp >= kHeadBlocks;
     const int stride = is_second ? v_stride_ : stride_;
     const T* const rows = (is_second ? d_out_tile_ : q_tile_) + first_head * stride;
     const int dim = padded_dim(is_second ? parameters_.v_dim : parameters_.qk_dim);
     float products[4][4];
     multiply_rows<T, 1, 0>(
-        products, {}, fragment_address(shared_address(rows), stride * kSize, rows_first(lane())),
-        fragment_address(shared_address(kv_tile), stride_ * kSize, columns_first(lane())),
+        products, {}, fragment_address(shared_address(rows), stride * kSize, rows_first(own_lane)),
+        fragment_address(shared_address(kv_tile), stride_ * kSize, columns_first(own_lane)),
         stride_ * kSize, dim / 16);
     // What the other warp needs goes through the two warps' rows of P and dS.
     float4* const given = reinterpret_cast<float4*>(is_second ? &shared_.d_s[first_head][0]
@@ -190,13 +193,13 @@ class RowGradient {
     for (int n = 0; n < 2; ++n) {
       const float(&x)[4] = products[n];
       const float(&y)[4] = products[n + 2];
-      given[n * 32 + lane()] =
+      given[n * 32 + own_lane] =
           is_second ? float4{x[0], x[1], x[2], x[3]} : float4{y[0], y[1], y[2], y[3]};
     }
     wait_for_pair();  // the products are there
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const float4 x = taken[n * 32 + lane()];
+      const float4 x = taken[n * 32 + own_lane];
       others[n][0] = x.x;
       others[n][1] = x.y;
       others[n][2] = x.z;
@@ -224,17 +227,18 @@ class RowGradient {
   /// Stores P and dS of 16 heads and 16 keys.
   __device__ void store_scores(const float (&s)[2][4], const float (&d_p)[2][4], int first_head,
                                int first_key, const std::int32_t* keys) {
+    const int own_lane = lane();
     bool is_key[2][2];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        is_key[n][e] = keys[first_key + n * 8 + column_in_block(lane(), e)] >= 0;
+        is_key[n][e] = keys[first_key + n * 8 + column_in_block(own_lane, e)] >= 0;
       }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int head = first_head + row_in_block(lane(), r * 2);
+      const int head = first_head + row_in_block(own_lane, r * 2);
       const HeadConstants constants = shared_.constants[head];
       const bool has_head = first_head_ + head < parameters_.heads;
 #pragma unroll
@@ -248,7 +252,7 @@ class RowGradient {
               counts ? probability<T>(fmaf(product, parameters_.scale, -constants.lse)) : 0;
           terms[e] = key_terms(parameters_, constants, of_keys, d_p[n][r * 2 + e]);
         }
-        const int key = first_key + n * 8 + column_in_block(lane(), 0);
+        const int key = first_key + n * 8 + column_in_block(own_lane, 0);
         put_pair(&shared_.p[head][key], terms[0].p, terms[1].p);
         put_pair(&shared_.d_s[head][key], terms[0].d_s, terms[1].d_s);
       }
@@ -257,11 +261,12 @@ class RowGradient {
 
   /// d_q [heads, columns] += dS [heads, keys] K [keys, columns].
   __device__ void add_to_query(const T* kv_tile, int blocks) {
+    const int own_warp = warp();
     const BlockOffset corner = rows_first(lane());
     const std::uint32_t d_s_row =
         fragment_address(shared_address(shared_.d_s), Storage::kStride * kSize, corner);
     std::uint32_t k_row =
-        fragment_address(shared_address(kv_tile), stride_ * kSize, corner) + warp() * 16 * kSize;
+        fragment_address(shared_address(kv_tile), stride_ * kSize, corner) + own_warp * 16 * kSize;
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
       const T* const rows = kv_tile + block * 16 * stride_;
@@ -273,7 +278,7 @@ class RowGradient {
         }
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
-          const int column = (warp() + i * kWarps) * 16;
+          const int column = (own_warp + i * kWarps) * 16;
           if (column >= parameters_.qk_dim) break;
           std::uint32_t k[4];
           load_transposed_at(k, k_row + i * kWarps * 16 * kSize);
@@ -287,7 +292,7 @@ class RowGradient {
       } else {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
-          const int column = (warp() + i * kWarps) * 16;
+          const int column = (own_warp + i * kWarps) * 16;
           if (column < parameters_.qk_dim) {
             multiply_tile<16, true, false>(d_q_[i], &shared_.d_s[0][block * 16], Storage::kStride,
                                            rows + column, stride_);
