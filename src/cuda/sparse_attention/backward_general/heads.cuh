@@ -86,10 +86,9 @@ __device__ void clear_columns(T* tile, int rows, int stride, int dim, int end) {
 template <class T, int kHeads, int kKeyStride>
 struct Heads {
   const BackwardParameters& parameters;
-  int row;         // counted within the launch
-  int first_head;  // of the group
-  T* q;            // [kHeads, stride]
-  T* d_out;        // [kHeads, v_stride]
+  const Item& item;
+  T* q;      // [kHeads, stride]
+  T* d_out;  // [kHeads, v_stride]
   int stride, v_stride;
   const T* p;    // [kHeads, kKeyStride]
   const T* d_s;  // likewise, times the scale
@@ -98,7 +97,7 @@ struct Heads {
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
   __device__ static int warp() { return static_cast<int>(threadIdx.x / 32); }
-  __device__ std::int64_t token() const { return parameters.first_row + row; }
+  __device__ std::int64_t token() const { return parameters.first_row + item.row; }
 
   template <int kThreadCount>
   __device__ void load() const {
@@ -108,7 +107,7 @@ struct Heads {
     const int lane_of_row = static_cast<int>(threadIdx.x % kLanesPerRow);
     for (int i = static_cast<int>(threadIdx.x / kLanesPerRow); i < kHeads;
          i += kThreadCount / kLanesPerRow) {
-      const int h = first_head + i;
+      const int h = item.first_head + i;
       const bool has_head = h < parameters.heads;
       copy_row(q + i * stride, has_head ? from + h * parameters.q_head_stride : nullptr,
                parameters.qk_dim, parameters.q_aligned, lane_of_row);
@@ -122,8 +121,8 @@ struct Heads {
   __device__ void compute_constants(HeadConstants (&constants)[kHeads]) const {
     for (int i = warp(); i < kHeads; i += kWarps) {
       HeadConstants computed{};
-      if (first_head + i < parameters.heads) {
-        computed = constants_of_head<T>(parameters, token(), first_head + i);
+      if (item.first_head + i < parameters.heads) {
+        computed = constants_of_head<T>(parameters, token(), item.first_head + i);
       }
       if (lane() == 0) constants[i] = computed;
     }
@@ -133,16 +132,16 @@ struct Heads {
   template <int kKeys, int kColumns>
   __device__ void add_to_keys(int first_key, int first_column, const std::int32_t* keys,
                               int first_slot) const {
-    const int lane = static_cast<int>(own_thread() % 32);
     float sums[kKeys / 16][kColumns / 8][4];
     clear_accumulators(sums);
-    multiply(sums, d_s + first_key, q + first_column, stride, lane);
+    multiply(sums, d_s + first_key, q + first_column, stride);
     if (first_column < parameters.v_dim) {
-      multiply(sums, p + first_key, d_out + first_column, v_stride, lane);
+      multiply(sums, p + first_key, d_out + first_column, v_stride);
     }
     // Four lanes emit 16 columns of a row. A lane has a pair in each of two blocks of 8; even lanes
     // take the first block's pair from their neighbour, odd lanes the second's, so that each lane
     // has four columns.
+    const int lane = static_cast<int>(own_thread() % 32);
     const bool is_odd = lane % 2 != 0;
     const int column = first_column + (is_odd ? 8 : 0) + lane % 4 / 2 * 4;
     float* const gradients = first_gradient();
@@ -151,7 +150,7 @@ struct Heads {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int key_row = first_key + i * 16 + row_in_block(lane, r * 2);
-        const std::int32_t key = key_row < parameters.tile_keys ? keys[key_row] : -1;
+        const std::int32_t key = keys[key_row];
         float* const to =
             gradients + gradient_row(key, first_slot + key_row) * parameters.d_kv_stride;
 #pragma unroll
@@ -174,10 +173,10 @@ struct Heads {
   /// is read once more: whether a key has come by would be kept through the loop over tiles.
   __device__ void add_to_sinks(const HeadConstants (&constants)[kHeads]) const {
     if (parameters.d_sink == nullptr || warp() * 32 >= kHeads) return;
-    if (!has_keys(parameters.slots.row(row), lane())) return;
+    if (!has_keys(parameters.slots.row(item.row), lane())) return;
     const int i = static_cast<int>(threadIdx.x);
-    if (i < kHeads && first_head + i < parameters.heads) {
-      atomicAdd(parameters.d_sink + first_head + i, constants[i].d_sink);
+    if (i < kHeads && item.first_head + i < parameters.heads) {
+      atomicAdd(parameters.d_sink + item.first_head + i, constants[i].d_sink);
     }
   }
 
@@ -190,7 +189,7 @@ struct Heads {
     for (int m = 0; m < kHeads / 16; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int h = first_head + m * 16 + row_in_block(lane(), r * 2);
+        const int h = item.first_head + m * 16 + row_in_block(lane(), r * 2);
         if (h >= parameters.heads) continue;
         T* const to = to_row + h * parameters.d_q_head_stride;
 #pragma unroll
@@ -216,9 +215,9 @@ struct Heads {
  private:
   /// c += A [heads, keys]^T B [heads, columns].
   template <int kM, int kN>
-  __device__ static void multiply(float (&c)[kM][kN][4], const T* a, const T* b, int b_stride,
-                                  int lane) {
+  __device__ static void multiply(float (&c)[kM][kN][4], const T* a, const T* b, int b_stride) {
     if constexpr (kSize == 2) {
+      const int lane = static_cast<int>(own_thread() % 32);
       const std::uint32_t a_row =
           fragment_address(shared_address(a), kKeyStride * kSize, columns_first(lane));
       std::uint32_t b_row = fragment_address(shared_address(b), b_stride * kSize, rows_first(lane));
@@ -247,7 +246,8 @@ struct Heads {
   /// The gradients of all keys, or the terms of this row's slots.
   __device__ float* first_gradient() const {
     if (parameters.key_gradient == KeyGradient::added) return parameters.d_kv;
-    return parameters.d_kv + std::int64_t{row} * parameters.slots.slots * parameters.d_kv_stride;
+    return parameters.d_kv +
+           std::int64_t{item.row} * parameters.slots.slots * parameters.d_kv_stride;
   }
   /// Which of them a key adds to.
   __device__ std::int64_t gradient_row(std::int32_t key, std::int32_t slot) const {

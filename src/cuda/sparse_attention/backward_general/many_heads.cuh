@@ -38,6 +38,15 @@ class ManyHeadsGradient {
   static constexpr int kMaxDim = kPairs * kWarps * 16;
   static constexpr int kKeyBuffers = 3;  // a tile is gathered while the keys of two are used
 
+  /// What the thread block computes. It stays in shared memory and is read where it is used: beside
+  /// the gradients registers do not suffice.
+  struct Work {
+    Item item;
+    RowSlots slots;
+    int first_tile;
+    int tiles;
+  };
+
   /// The tiles of q [kHeads, row_elements], d_out [kHeads, v_row_elements] and kv [2, kKeys,
   /// row_elements] follow it.
   struct alignas(16) Storage {
@@ -47,6 +56,7 @@ class ManyHeadsGradient {
     alignas(16) T d_s[kHeads][kStride];  // times the scale
     HeadConstants constants[kHeads];
     std::int32_t key[kKeyBuffers][kKeys];  // the key of each slot; -1: none
+    Work work;
   };
 
   __device__ ManyHeadsGradient(const BackwardParameters& parameters, unsigned char* memory)
@@ -66,19 +76,13 @@ class ManyHeadsGradient {
   }
 
   __device__ void run(const Item& item) {
-    row_ = item.row;
-    first_head_ = item.first_head;
-    const RowSlots slots = parameters_.slots.row(item.row);
-    const int all_tiles = slots.count / kKeys + (slots.count % kKeys != 0 ? 1 : 0);
-    const int split_tiles = (all_tiles + parameters_.splits - 1) / parameters_.splits;
-    const int first_tile = min(item.split * split_tiles, all_tiles);
-    const int tiles = min(split_tiles, all_tiles - first_tile);
-
-    heads().template load<kThreadCount>();
+    heads(item).template load<kThreadCount>();
+    if (threadIdx.x == 0) shared_.work = work_of(item);
+    wait_for_block<kThreadCount>();  // the work is there
     if (makes_scores()) {
-      run_scores(tiles);
+      run_scores();
     } else {
-      run_keys(slots, first_tile, tiles);
+      run_keys();
     }
     heads().add_to_sinks(shared_.constants);
     heads().template store_d_q<kWarps>(d_q_);
@@ -92,20 +96,29 @@ class ManyHeadsGradient {
     std::uint32_t d_s[2][4];
   };
 
-  __device__ void run_scores(int tiles) {
+  __device__ Work work_of(const Item& item) const {
+    const RowSlots slots = parameters_.slots.row(item.row);
+    const int all_tiles = slots.count / kKeys + (slots.count % kKeys != 0 ? 1 : 0);
+    const int split_tiles = (all_tiles + parameters_.splits - 1) / parameters_.splits;
+    const int first_tile = min(item.split * split_tiles, all_tiles);
+    return {item, slots, first_tile, min(split_tiles, all_tiles - first_tile)};
+  }
+
+  __device__ void run_scores() {
+    const Work& work = shared_.work;
     begin();
     // The last tile is scored twice: a condition would keep P and dS in registers all the time.
-    if (tiles > 0) {
+    if (work.tiles > 0) {
       Scores scores;
       compute_scores(scores, 0);
       store_scores(scores);
     }
     wait_for_block<kThreadCount>();  // P and dS of the first tile are there
-    for (int i = 0; i < tiles; ++i) {
+    for (int i = 0; i < work.tiles; ++i) {
       add_to_query(rows_of(i));
       wait_for_block<kThreadCount>();  // all are done with the rows of tile i
       Scores scores;
-      compute_scores(scores, min(i + 1, tiles - 1));
+      compute_scores(scores, min(i + 1, work.tiles - 1));
       wait_for_block<kThreadCount>();  // P and dS of tile i have been used; the rows of tile i + 2
                                        // are there
       store_scores(scores);
@@ -113,22 +126,26 @@ class ManyHeadsGradient {
     }
   }
 
-  __device__ void run_keys(const RowSlots& slots, int first_tile, int tiles) {
-    Gather<T, kKeyWarps * 32, kKeys> gather(parameters_, slots, first_tile);
-    for (int i = 0; i < min(tiles, 2); ++i) {
-      gather.start(first_tile + i, rows_of(i), shared_.key[i]);
+  __device__ void run_keys() {
+    const Work& work = shared_.work;
+    Gather<T, kKeyWarps * 32, kKeys> gather(parameters_, work.slots, work.first_tile);
+    for (int i = 0; i < min(work.tiles, 2); ++i) {
+      gather.start(rows_of(i), shared_.key[i]);
+      gather.load(work.first_tile + i + 1);
     }
     begin();
     wait_for_block<kThreadCount>();
-    for (int i = 0; i < tiles; ++i) {
+    for (int i = 0; i < work.tiles; ++i) {
       add_to_query(rows_of(i));
       wait_for_block<kThreadCount>();
-      if (i + 2 < tiles) {
-        gather.start(first_tile + i + 2, rows_of(i), shared_.key[(i + 2) % kKeyBuffers]);
+      if (i + 2 < work.tiles) {
+        gather.start(rows_of(i), shared_.key[(i + 2) % kKeyBuffers]);
       }
       if (parameters_.key_gradient != KeyGradient::none) {
-        add_to_keys(shared_.key[i % kKeyBuffers], (first_tile + i) * kKeys);
+        add_to_keys(shared_.key[i % kKeyBuffers], (work.first_tile + i) * kKeys);
       }
+      // They arrive during the next tile's d_q; before d_kv they would take its registers.
+      gather.load(work.first_tile + i + 3);
       wait_for_copies<0>();
       wait_for_block<kThreadCount>();
       wait_for_block<kThreadCount>();
@@ -144,45 +161,48 @@ class ManyHeadsGradient {
     wait_for_block<kThreadCount>();
   }
 
-  __device__ static int thread() { return static_cast<int>(threadIdx.x); }
+  /// From threadIdx.x, unlike lane(): read anew it takes more registers.
   __device__ static int warp() { return static_cast<int>(threadIdx.x / 32); }
-  __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
+  __device__ static int lane() { return static_cast<int>(own_thread() % 32); }
   __device__ static bool makes_scores() { return warp() >= kKeyWarps; }
   /// The first of the heads that this score warp has.
   __device__ static int score_head() { return (warp() - kKeyWarps) * 16; }
-  __device__ Heads<T, kHeads, Storage::kStride> heads() const {
-    return {parameters_, row_,      first_head_,      q_tile_,           d_out_tile_,
+  __device__ Heads<T, kHeads, Storage::kStride> heads(const Item& item) const {
+    return {parameters_, item,      q_tile_,          d_out_tile_,
             stride_,     v_stride_, &shared_.p[0][0], &shared_.d_s[0][0]};
   }
+  __device__ Heads<T, kHeads, Storage::kStride> heads() const { return heads(shared_.work.item); }
   __device__ T* rows_of(int i) const { return kv_tiles_ + i % 2 * kKeys * stride_; }
 
   /// P and dS of this warp's 16 heads; 0 without a key and past the last head.
   __device__ void compute_scores(Scores& scores, int i) {
+    const int own_lane = lane();
+    const int first_head = score_head();
     const std::int32_t* const keys = shared_.key[i % kKeyBuffers];
     const std::uint32_t k =
-        fragment_address(shared_address(rows_of(i)), stride_ * kSize, columns_first(lane()));
+        fragment_address(shared_address(rows_of(i)), stride_ * kSize, columns_first(own_lane));
     float s[4][4] = {};
     multiply(s,
-             fragment_address(shared_address(q_tile_ + score_head() * stride_), stride_ * kSize,
-                              rows_first(lane())),
+             fragment_address(shared_address(q_tile_ + first_head * stride_), stride_ * kSize,
+                              rows_first(own_lane)),
              k, padded_dim(parameters_.qk_dim) / 16);
     float d_p[4][4] = {};
     multiply(d_p,
-             fragment_address(shared_address(d_out_tile_ + score_head() * v_stride_),
-                              v_stride_ * kSize, rows_first(lane())),
+             fragment_address(shared_address(d_out_tile_ + first_head * v_stride_),
+                              v_stride_ * kSize, rows_first(own_lane)),
              k, padded_dim(parameters_.v_dim) / 16);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int head = score_head() + row_in_block(lane(), r * 2);
+      const int head = first_head + row_in_block(own_lane, r * 2);
       const HeadConstants constants = shared_.constants[head];
-      const bool has_head = first_head_ + head < parameters_.heads;
+      const bool has_head = shared_.work.item.first_head + head < parameters_.heads;
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         KeyTerms terms[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float product = s[n][r * 2 + e];
-          const bool is_key = keys[n * 8 + column_in_block(lane(), e)] >= 0;
+          const bool is_key = keys[n * 8 + column_in_block(own_lane, e)] >= 0;
           const bool counts = has_head && is_key && product * parameters_.scale != -INFINITY;
           const float of_keys =
               counts ? probability<T>(fmaf(product, parameters_.scale, -constants.lse)) : 0;
@@ -214,12 +234,14 @@ class ManyHeadsGradient {
   }
 
   __device__ void store_scores(const Scores& scores) {
+    const int own_lane = lane();
+    const int first_head = score_head();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int head = score_head() + row_in_block(lane(), r * 2);
+      const int head = first_head + row_in_block(own_lane, r * 2);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const int key = n * 8 + column_in_block(lane(), 0);
+        const int key = n * 8 + column_in_block(own_lane, 0);
         *reinterpret_cast<std::uint32_t*>(&shared_.p[head][key]) = scores.p[r][n];
         *reinterpret_cast<std::uint32_t*>(&shared_.d_s[head][key]) = scores.d_s[r][n];
       }
@@ -229,11 +251,12 @@ class ManyHeadsGradient {
   /// d_q [heads, columns] += dS [heads, keys] K [keys, columns].
   __device__ void add_to_query(const T* rows) {
     if (parameters_.d_q == nullptr) return;
+    const int own_warp = warp();
     const BlockOffset corner = rows_first(lane());
     const std::uint32_t d_s_row =
         fragment_address(shared_address(shared_.d_s), Storage::kStride * kSize, corner);
     std::uint32_t k_row =
-        fragment_address(shared_address(rows), stride_ * kSize, corner) + warp() * 16 * kSize;
+        fragment_address(shared_address(rows), stride_ * kSize, corner) + own_warp * 16 * kSize;
 #pragma unroll
     for (int block = 0; block < kKeys / 16; ++block) {
       std::uint32_t d_s[kHeads / 16][4];
@@ -243,7 +266,7 @@ class ManyHeadsGradient {
       }
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        const int column = (warp() + i * kWarps) * 16;
+        const int column = (own_warp + i * kWarps) * 16;
         if (column >= parameters_.qk_dim) break;
         std::uint32_t k[4];
         load_transposed_at(k, k_row + i * kWarps * 16 * kSize);
@@ -279,8 +302,6 @@ class ManyHeadsGradient {
   T* q_tile_;
   T* d_out_tile_;
   T* kv_tiles_;
-  int row_ = 0;
-  int first_head_ = 0;
   float d_q_[kPairs][kHeads / 16][2][4];
 };
 

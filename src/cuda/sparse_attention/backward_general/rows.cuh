@@ -126,15 +126,27 @@ template <class T, int kThreadCount, int kMaxKeys>
 class Gather {
  public:
   __device__ Gather(const BackwardParameters& parameters, const RowSlots& slots, int first_tile)
-      : parameters_(parameters),
-        indices_(slots.indices),
-        slots_(static_cast<std::uint32_t>(slots.count)) {
-    load_indices(first_tile);
+      : parameters_(parameters), slots_(slots) {
+    load(first_tile);
   }
 
-  /// Copies the rows of a tile, whose keys were loaded one tile ago, and loads the next tile's
-  /// keys.
-  __device__ void start(int tile, T* rows, std::int32_t* keys) {
+  /// Loads the keys of a tile ahead of its start. Only issues the loads; using the values here
+  /// would stall.
+  __device__ void load(int tile) {
+    const int group = static_cast<int>(own_thread() / kLanesPerRow);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = group + i * kGroups;
+      const auto slot = static_cast<std::uint32_t>(tile) * parameters_.tile_keys + row;
+      next_[i] = -1;
+      if (row < parameters_.tile_keys && slot < static_cast<std::uint32_t>(slots_.count)) {
+        next_[i] = slots_.indices[slot];
+      }
+    }
+  }
+
+  /// Copies the rows of the tile whose keys were loaded last.
+  __device__ void start(T* rows, std::int32_t* keys) {
     const T* const kv = static_cast<const T*>(parameters_.kv);
     const unsigned thread = own_thread();
     const int group = static_cast<int>(thread / kLanesPerRow);
@@ -152,7 +164,6 @@ class Gather {
       has_key_ = has_key_ || key >= 0;
     }
     commit_copies();
-    load_indices(tile + 1);
   }
 
   /// Whether this thread's part of the last started tile has a key.
@@ -162,21 +173,8 @@ class Gather {
   static constexpr int kGroups = kThreadCount / kLanesPerRow;
   static constexpr int kRows = kMaxKeys / kGroups;
 
-  /// Only issues the loads; using the values here would stall.
-  __device__ void load_indices(int tile) {
-    const int group = static_cast<int>(own_thread() / kLanesPerRow);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int row = group + i * kGroups;
-      const auto slot = static_cast<std::uint32_t>(tile) * parameters_.tile_keys + row;
-      next_[i] = -1;
-      if (row < parameters_.tile_keys && slot < slots_) next_[i] = indices_[slot];
-    }
-  }
-
   const BackwardParameters& parameters_;
-  const std::int32_t* indices_;
-  std::uint32_t slots_;
+  const RowSlots& slots_;
   bool has_key_ = false;
   std::int32_t next_[kRows];
 };

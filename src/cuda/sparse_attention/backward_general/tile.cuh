@@ -42,7 +42,7 @@ struct alignas(16) SharedStorage {
   alignas(16) T p[kHeads][kStride];
   alignas(16) T d_s[kHeads][kStride];  // times the scale
   HeadConstants constants[kHeads];
-  std::int32_t key[kMaxStages][kMaxKeys];  // the key of each slot; -1: none
+  std::int32_t key[kMaxStages][kMaxKeys];  // the key of each slot; -1: none, as past tile_keys
 };
 
 /// kPairs: pairs of blocks of 8 columns of d_q that a warp has. kMaxKeys: of a tile.
@@ -68,11 +68,13 @@ class RowGradient {
     clear_columns<T, kThreadCount>(d_out_tile_, kHeads, v_stride_, parameters.v_dim,
                                    padded_v_dim(parameters.v_dim));
     clear_columns<T, kThreadCount>(kv_tiles_, kv_rows, stride_, parameters.qk_dim, qk_end);
+    for (int i = static_cast<int>(threadIdx.x); i < kMaxStages * kMaxKeys; i += kThreadCount) {
+      if (i % kMaxKeys >= parameters.tile_keys) shared_.key[i / kMaxKeys][i % kMaxKeys] = -1;
+    }
   }
 
   __device__ void run(const Item& item) {
-    row_ = item.row;
-    first_head_ = item.first_head;
+    item_ = item;
     const RowSlots slots = parameters_.slots.row(item.row);
     const int tile_keys = parameters_.tile_keys;
     const int all_tiles = slots.count / tile_keys + (slots.count % tile_keys != 0 ? 1 : 0);
@@ -82,7 +84,10 @@ class RowGradient {
 
     heads().template load<kThreadCount>();
     Gather<T, kThreadCount, kMaxKeys> gather(parameters_, slots, first_tile);
-    if (first_tile < behind_tile) gather.start(first_tile, kv_tiles_, shared_.key[0]);
+    if (first_tile < behind_tile) {
+      gather.start(kv_tiles_, shared_.key[0]);
+      gather.load(first_tile + 1);
+    }
     heads().template compute_constants<kWarps>(shared_.constants);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) clear_accumulators(d_q_[i]);
@@ -95,8 +100,8 @@ class RowGradient {
       wait_for_copies<0>();
       const bool tile_has_keys = __syncthreads_or(gather.has_key() ? 1 : 0) != 0;
       if (parameters_.stages == 2 && tile + 1 < behind_tile) {
-        gather.start(tile + 1, kv_tiles_ + (stage ^ 1) * tile_keys * stride_,
-                     shared_.key[stage ^ 1]);
+        gather.start(kv_tiles_ + (stage ^ 1) * tile_keys * stride_, shared_.key[stage ^ 1]);
+        gather.load(tile + 2);
       }
       if (tile_has_keys) {
         const int blocks = (min(slots.count - tile * tile_keys, tile_keys) + 15) / 16;
@@ -113,7 +118,8 @@ class RowGradient {
       }
       if (parameters_.stages == 1 && tile + 1 < behind_tile) {
         __syncthreads();  // all are done with this tile's rows and keys
-        gather.start(tile + 1, kv_tiles_, shared_.key[0]);
+        gather.start(kv_tiles_, shared_.key[0]);
+        gather.load(tile + 2);
       }
     }
 
@@ -134,7 +140,7 @@ class RowGradient {
   static constexpr bool kInPairs = sizeof(T) == 2 && kMaxKeys == 32 && kWarps == 2 * kHeadBlocks;
 
   __device__ Heads<T, kHeads, Storage::kStride> heads() const {
-    return {parameters_, row_,      first_head_,      q_tile_,           d_out_tile_,
+    return {parameters_, item_,     q_tile_,          d_out_tile_,
             stride_,     v_stride_, &shared_.p[0][0], &shared_.d_s[0][0]};
   }
   __device__ static int warp() { return static_cast<int>(own_thread() / 32); }
@@ -240,7 +246,7 @@ class RowGradient {
     for (int r = 0; r < 2; ++r) {
       const int head = first_head + row_in_block(own_lane, r * 2);
       const HeadConstants constants = shared_.constants[head];
-      const bool has_head = first_head_ + head < parameters_.heads;
+      const bool has_head = item_.first_head + head < parameters_.heads;
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         KeyTerms terms[2];
@@ -338,8 +344,7 @@ class RowGradient {
   T* q_tile_;
   T* d_out_tile_;
   T* kv_tiles_;
-  int row_ = 0;
-  int first_head_ = 0;
+  Item item_{};
   float d_q_[kPairs][kHeadBlocks][2][4];
 };
 
