@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/common/mma.cuh"
+#include "cuda/common/own_index.cuh"
 #include "cuda/common/row_slots.cuh"
 #include "cuda/sparse_attention/copy_row.cuh"
 #include "cuda/sparse_attention/parameters.cuh"
@@ -27,14 +28,6 @@ struct alignas(16) HeadConstants {
   float offset;  // d_lse - share * delta
   float d_sink;  // the gradient of the sink if the query has keys
 };
-
-/// threadIdx.x, read anew: what follows from it is then computed where it is used, and does not
-/// stay in registers through the loop over tiles.
-__device__ inline unsigned own_thread() {
-  unsigned thread = 0;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
 
 __host__ __device__ constexpr int padded_dim(int dim) { return (dim + 15) / 16 * 16; }
 /// The padding lets eight rows begin in different banks.

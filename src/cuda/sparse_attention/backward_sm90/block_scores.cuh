@@ -26,7 +26,7 @@ template <class T>
 __device__ void probabilities(float (&s)[32], const std::uint32_t (&valid)[2],
                               const LaneHeads& heads, float scale_log2, std::uint32_t (&p)[16],
                               std::uint32_t (&exponentials)[16]) {
-  const int shift = own_thread() % 4 * 2;
+  const unsigned shift = own_thread() % 4 * 2;
   const std::uint32_t bits[2] = {valid[0] >> shift, valid[1] >> shift};  // from the lane's first
 #pragma unroll
   for (int i = 0; i < 32; ++i) {

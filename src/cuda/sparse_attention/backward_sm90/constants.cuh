@@ -34,8 +34,8 @@ __device__ void compute_constants(const BackwardSm90Parameters<T>& params, const
                                   const CUtensorMap& d_out, const Item& item, int items,
                                   SharedStorage& shared) {
   constexpr int kParts = kDeltaLanes / 2;
-  const int of_item = own_thread() / 2;
-  const int first_piece = own_thread() % 2 * kParts;
+  const int of_item = static_cast<int>(own_thread() / 2);
+  const int first_piece = static_cast<int>(own_thread() % 2) * kParts;
   const HeadInputs inputs = load_inputs(params, item.t, item.first_head + of_item);
   float parts[kParts] = {};
 #pragma unroll 1

@@ -13,7 +13,9 @@
 namespace winnow::cuda::sparse_attention::backward_sm90 {
 
 /// The first of the four tiles of warpgroup 1 or 2.
-__device__ inline int first_side_tile() { return (own_thread() / kWarpgroup - 1) * kSideTiles; }
+__device__ inline int first_side_tile() {
+  return (static_cast<int>(own_thread() / kWarpgroup) - 1) * kSideTiles;
+}
 
 /// Stores dQ and d_sink of an item, or hands them on.
 template <class T, int kTiles, KeyGradients kMode>
@@ -28,8 +30,8 @@ __device__ void finish_piece(const BackwardSm90Parameters<T>& params, int pieces
     hand_on<2 * kWarpgroup>(d_q, carried.sums, carried.blocks, piece);
     return;
   }
-  const int lane = own_thread() % 32;
-  const int of_item = (own_thread() - kWarpgroup) / 4;
+  const auto lane = static_cast<int>(own_thread() % 32);
+  const auto of_item = static_cast<int>((own_thread() - kWarpgroup) / 4);
   const int head = item.first_head + of_item;
   if (params.d_sink != nullptr && lane % 4 == 0 && head < params.heads) {
     if (piece.begin > 0) has_keys |= __ldcg(carried_of<kTiles>(params, piece).has_keys) != 0;

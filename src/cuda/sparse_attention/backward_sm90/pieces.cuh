@@ -127,7 +127,7 @@ __device__ Carried carried_of(const BackwardSm90Parameters<T>& params, const Pie
 template <int kThreadCount, int kValues>
 __device__ void hand_on(const float (&values)[kValues], float* sums, unsigned* blocks,
                         const Piece& piece) {
-  const int thread = own_thread() % kThreadCount;
+  const unsigned thread = own_thread() % kThreadCount;
 #pragma unroll
   for (int i = 0; i < kValues; ++i) __stcg(sums + i * kThreadCount + thread, values[i]);
   __syncwarp();
@@ -156,7 +156,7 @@ __device__ void take_over(float (&values)[kValues], const float* sums, const uns
       "}\n" ::"l"(blocks),
       "r"(piece.begin * (kThreadCount / 32))
       : "memory");
-  const int thread = own_thread() % kThreadCount;
+  const unsigned thread = own_thread() % kThreadCount;
 #pragma unroll
   for (int i = 0; i < kValues; ++i) values[i] = __ldcg(sums + i * kThreadCount + thread);
 }

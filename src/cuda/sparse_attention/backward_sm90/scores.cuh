@@ -76,7 +76,7 @@ class Gatherer {
 /// The first of the two rows, 8 apart, that a thread of this warpgroup has of an accumulator:
 /// heads.
 __device__ inline int own_row() {
-  const auto thread = static_cast<unsigned>(own_thread());
+  const unsigned thread = own_thread();
   return static_cast<int>(thread / 32 * 16 + thread % 32 / 4);
 }
 
@@ -183,7 +183,7 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
       {
         float s[32];
         start_rows<T, kTiles>(s, shared.q, shared.kv);
-        const unsigned lane = static_cast<unsigned>(own_thread()) % 32;
+        const unsigned lane = own_thread() % 32;
         const std::uint32_t valid[2] = {__ballot_sync(0xffffffffu, keys[lane] >= 0),
                                         __ballot_sync(0xffffffffu, keys[lane + 32] >= 0)};
         if (threadIdx.x == 0 && (valid[0] | valid[1]) != 0) shared.has_keys[items % 2] = true;

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cuda/common/mma.cuh"
+#include "cuda/common/own_index.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/hopper/barrier.cuh"
 #include "cuda/hopper/wgmma.cuh"
@@ -87,23 +88,9 @@ __device__ inline HeadConstants* constants_of(SharedStorage& shared, int items) 
   return items % 2 == 0 ? shared.constants : shared.odd_constants;
 }
 
-/// threadIdx.x, read anew so that it takes no register before: a spilled register is reloaded
-/// behind the reductions that wait in the same queue.
-__device__ inline int own_thread() {
-  int thread = 0;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
-/// blockIdx.x, read anew.
-__device__ inline int own_block() {
-  int block = 0;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-  return block;
-}
-
-/// The same number, of which the compiler knows nothing: what depends on it is computed anew and
-/// takes no register before.
+/// The same number, of which the compiler knows nothing: what follows from it is computed anew, as
+/// from own_thread(). A spilled register is reloaded behind the reductions that wait in the same
+/// queue.
 __device__ inline int anew(int number) {
   asm volatile("" : "+r"(number));
   return number;
