@@ -141,7 +141,7 @@ struct Heads {
     // Four lanes emit 16 columns of a row. A lane has a pair in each of two blocks of 8; even lanes
     // take the first block's pair from their neighbour, odd lanes the second's, so that each lane
     // has four columns.
-    const int lane = static_cast<int>(own_thread() % 32);
+    const int lane = static_cast<int>(thread_number<kHeads>() % 32);
     const bool is_odd = lane % 2 != 0;
     const int column = first_column + (is_odd ? 8 : 0) + lane % 4 / 2 * 4;
     float* const gradients = first_gradient();
@@ -217,7 +217,7 @@ struct Heads {
   template <int kM, int kN>
   __device__ static void multiply(float (&c)[kM][kN][4], const T* a, const T* b, int b_stride) {
     if constexpr (kSize == 2) {
-      const int lane = static_cast<int>(own_thread() % 32);
+      const int lane = static_cast<int>(thread_number<kHeads>() % 32);
       const std::uint32_t a_row =
           fragment_address(shared_address(a), kKeyStride * kSize, columns_first(lane));
       std::uint32_t b_row = fragment_address(shared_address(b), b_stride * kSize, rows_first(lane));

@@ -128,7 +128,7 @@ class ManyHeadsGradient {
 
   __device__ void run_keys() {
     const Work& work = shared_.work;
-    Gather<T, kKeyWarps * 32, kKeys> gather(parameters_, work.slots, work.first_tile);
+    Gather<T, kHeads, kKeyWarps * 32, kKeys> gather(parameters_, work.slots, work.first_tile);
     for (int i = 0; i < min(work.tiles, 2); ++i) {
       gather.start(rows_of(i), shared_.key[i]);
       gather.load(work.first_tile + i + 1);

@@ -29,6 +29,14 @@ struct alignas(16) HeadConstants {
   float d_sink;  // the gradient of the sink if the query has keys
 };
 
+/// threadIdx.x. With 64 heads registers are short, and it is read anew; with fewer that only costs
+/// instructions.
+template <int kHeads>
+__device__ unsigned thread_number() {
+  if constexpr (kHeads == 64) return own_thread();
+  return threadIdx.x;
+}
+
 __host__ __device__ constexpr int padded_dim(int dim) { return (dim + 15) / 16 * 16; }
 /// The padding lets eight rows begin in different banks.
 template <class T>
@@ -115,7 +123,7 @@ __device__ inline bool has_keys(const RowSlots& slots, int lane) {
 }
 
 /// Gathers the rows of one query's keys, tile by tile.
-template <class T, int kThreadCount, int kMaxKeys>
+template <class T, int kHeads, int kThreadCount, int kMaxKeys>
 class Gather {
  public:
   __device__ Gather(const BackwardParameters& parameters, const RowSlots& slots, int first_tile)
@@ -126,7 +134,7 @@ class Gather {
   /// Loads the keys of a tile ahead of its start. Only issues the loads; using the values here
   /// would stall.
   __device__ void load(int tile) {
-    const int group = static_cast<int>(own_thread() / kLanesPerRow);
+    const int group = static_cast<int>(thread_number<kHeads>() / kLanesPerRow);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = group + i * kGroups;
@@ -141,7 +149,7 @@ class Gather {
   /// Copies the rows of the tile whose keys were loaded last.
   __device__ void start(T* rows, std::int32_t* keys) {
     const T* const kv = static_cast<const T*>(parameters_.kv);
-    const unsigned thread = own_thread();
+    const unsigned thread = thread_number<kHeads>();
     const int group = static_cast<int>(thread / kLanesPerRow);
     const int lane = static_cast<int>(thread % kLanesPerRow);
     has_key_ = false;

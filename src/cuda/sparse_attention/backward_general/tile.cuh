@@ -83,7 +83,7 @@ class RowGradient {
     const int behind_tile = min(first_tile + split_tiles, all_tiles);
 
     heads().template load<kThreadCount>();
-    Gather<T, kThreadCount, kMaxKeys> gather(parameters_, slots, first_tile);
+    Gather<T, kHeads, kThreadCount, kMaxKeys> gather(parameters_, slots, first_tile);
     if (first_tile < behind_tile) {
       gather.start(kv_tiles_, shared_.key[0]);
       gather.load(first_tile + 1);
@@ -143,8 +143,8 @@ class RowGradient {
     return {parameters_, item_,     q_tile_,          d_out_tile_,
             stride_,     v_stride_, &shared_.p[0][0], &shared_.d_s[0][0]};
   }
-  __device__ static int warp() { return static_cast<int>(own_thread() / 32); }
-  __device__ static int lane() { return static_cast<int>(own_thread() % 32); }
+  __device__ static int warp() { return static_cast<int>(thread_number<kHeads>() / 32); }
+  __device__ static int lane() { return static_cast<int>(thread_number<kHeads>() % 32); }
   /// Which 16 keys of a tile this warp scores.
   __device__ static int key_warp() { return warp() % kKeyWarps; }
 
