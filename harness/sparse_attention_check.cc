@@ -11,12 +11,12 @@ constexpr std::int64_t kHeadStep = 16;  // of a case of full size
 
 void check_backward(Trial& trial, const Case& c, SparseAttentionWork& work,
                     const SparseAttentionWork& oracle, const SparseAttentionBackward& args,
-                    const Buffer& d_kv, const std::string& form) {
+                    const Buffer& d_kv, const std::string& form, bool deterministic = false) {
   const bool added = args.d_kv.dtype == DType::f32;
   const std::vector<double> d_kv_before = d_kv.download();
   const std::vector<double> d_sink_before = work.d_sink.download();
   work.d_q.poison();
-  if (!trial.run("backward" + form, args)) return;
+  if (!trial.run("backward" + form, args, deterministic)) return;
   const Limit limit = gradient_limit(c.dtype);
   trial.add(compare("d_q" + form, trial.compared(work.d_q), oracle.d_q.download(), limit));
   const std::vector<double> d_kv_after = d_kv.download();
@@ -52,6 +52,8 @@ std::vector<Report> check_sparse_attention(const Case& c, const Execution& execu
   check_backward(trial, c, work, oracle, work.backward, work.d_kv, "");
   if (work.d_kv_rounded.tensor())
     check_backward(trial, c, work, oracle, work.backward_rounded, work.d_kv_rounded, ", rounded");
+  if (!c.full && !c.slow)
+    check_backward(trial, c, work, oracle, work.backward, work.d_kv, ", deterministic", true);
   trial.check_canaries(work.buffers);
   return trial.reports();
 }

@@ -37,8 +37,9 @@ class Trial {
 
   /// Runs a call of the tested workload; false, with a report, if the backend cannot.
   template <class Args>
-  bool run(std::string what, const Args& args) {
-    const Execution execution = for_operator<Args>(execution_);
+  bool run(std::string what, const Args& args, bool deterministic = false) {
+    Execution execution = for_operator<Args>(execution_);
+    execution.deterministic = execution.deterministic || deterministic;
     std::string reason = why_not(args, execution);
     if (reason.empty()) {
       winnow::run(args, execution);
