@@ -24,6 +24,9 @@
 //                     half_full    half of what the constants need has landed
 // clang-format on
 //
+// An item may be split between thread blocks (pieces.cuh): then all this holds for its pieces,
+// which hand their sums of dQ on.
+//
 // Shared memory: q 72, d_out 64, keys 72, P and dS 16 KiB. The limit is L2, which adds 2304 bytes
 // for every key of a query.
 #include <algorithm>
@@ -55,9 +58,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                                      const __grid_constant__ BackwardSm90Parameters<T> params) {
   extern __shared__ __align__(1024) std::byte memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
-  const Share share = begin_pace(params);
+  const bool is_split = begin_pace(params);
   if (threadIdx.x == 0) {
-    shared.share = share;
+    shared.schedule = schedule_of_block(params, is_split);
     constexpr int kGradientWarps = 2 * kWarpgroup / 32;
     constexpr int kSideWarps = kWarpgroup / 32;
     shared.half_full.init(1);
@@ -81,12 +84,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 /// What the thread blocks of a launch tell each other; words are zero at its start.
-struct Team {
+struct Exchange {
   unsigned* progress = nullptr;  // null: none waits for others (pacing.cuh)
-  Split split = Split::none;     // of items (pieces.cuh), and the next three
-  int split_blocks = 0;
+  // Of split items (pieces.cuh):
+  int parts = 0;
+  int team_blocks = 0;
   float* carried_sums = nullptr;
   unsigned* carried_words = nullptr;
+  unsigned* started_blocks = nullptr;
 };
 
 /// Where a launch leaves its sums.
@@ -94,7 +99,7 @@ struct Destination {
   float* rows;  // of d_kv, or the terms of slots
   std::int64_t row_stride;
   Tensor d_sink;  // summed over rows, or per row if deterministic
-  Team team = {};
+  Exchange exchange = {};
   const ExactSums* exact = nullptr;  // whose quanta are added
 };
 
@@ -121,13 +126,14 @@ void launch_for(const SparseAttentionBackward& args, const Destination& to,
   params.d_kv_stride = to.row_stride;
   params.d_sink = data_of<float>(to.d_sink);
   params.d_sink_stride = to.d_sink ? to.d_sink.stride[0] : 0;
-  params.progress = to.team.progress;
-  if (to.team.progress != nullptr) params.lead = max_lead(args);
+  params.progress = to.exchange.progress;
+  if (to.exchange.progress != nullptr) params.lead = max_lead(args);
   params.delayed = fits_l2(args);
-  params.split = to.team.split;
-  params.split_blocks = to.team.split_blocks;
-  params.carried_sums = to.team.carried_sums;
-  params.carried_words = to.team.carried_words;
+  params.parts = to.exchange.parts;
+  params.team_blocks = to.exchange.team_blocks;
+  params.carried_sums = to.exchange.carried_sums;
+  params.carried_words = to.exchange.carried_words;
+  params.started_blocks = to.exchange.started_blocks;
   if (to.exact != nullptr) {
     params.inverse_quanta = to.exact->inverse_quanta;
     params.constants = to.exact->constants;
@@ -321,59 +327,61 @@ std::string why_not(const SparseAttentionBackward& args, const Execution& execut
   return {};
 }
 
-struct TeamPlan {
-  Split split = Split::none;
-  int split_blocks = 0;
+struct ExchangePlan {
+  int parts = 0;
+  int team_blocks = 0;
   std::size_t sum_bytes = 0;   // carried_sums
-  std::size_t word_bytes = 0;  // the progress, then carried_words
+  std::size_t word_bytes = 0;  // progress, started_blocks, carried_words
 };
+constexpr int kSingleWords = 2;
 
-std::size_t bytes_of(const TeamPlan& plan) {
+std::size_t bytes_of(const ExchangePlan& plan) {
   return Workspace::bytes({plan.sum_bytes}) + Workspace::bytes({plan.word_bytes});
 }
 
 /// Items are split where those of the last round are so few that each has two thread blocks or
 /// more.
-TeamPlan plan_team(const SparseAttentionBackward& args, const Execution& execution) {
+ExchangePlan plan_exchange(const SparseAttentionBackward& args, const Execution& execution) {
   if (execution.deterministic) return {};
   constexpr std::int64_t kLongList = 1536;  // slots; of 1152 pairs were faster, of 2048 parts
   const std::int64_t items = args.q.shape[0] * ((args.q.shape[1] + kHeads - 1) / kHeads);
   const std::int64_t blocks = device_properties(args.q.device).multiprocessors;
   const std::int64_t topk = args.indices.shape[1];
   const std::int64_t last_items = items % blocks;
-  TeamPlan plan;
-  if (items > blocks && last_items > 0 && last_items <= blocks / 2) {
-    std::int64_t split_blocks = blocks / last_items;
-    plan.split = topk < kLongList ? Split::in_pairs : Split::in_parts;
-    if (plan.split == Split::in_parts)
-      split_blocks = std::min({split_blocks, items / blocks, topk / kBlock});
-    plan.split_blocks = static_cast<int>(split_blocks);
-    const std::int64_t split_items = plan.split == Split::in_parts ? last_items : blocks;
+  const bool may_split = fits_l2(args) || may_be_alike(topk, items, blocks);
+  if (may_split && items > blocks && last_items > 0 && last_items <= blocks / 2) {
+    ExchangePlan plan;
+    const std::int64_t spare = blocks / last_items;  // thread blocks for an item
+    const bool in_parts = topk >= kLongList && items >= 2 * blocks;
+    if (in_parts) plan.parts = static_cast<int>(std::min({spare, items / blocks, topk / kBlock}));
+    if (!in_parts) plan.team_blocks = static_cast<int>(spare);
+    const std::int64_t split_items = in_parts ? last_items : blocks;
     plan.sum_bytes = split_items * kHeads * args.q.shape[2] * sizeof(float);
-    plan.word_bytes = (1 + split_items * kCarriedWords) * sizeof(unsigned);
+    plan.word_bytes = (kSingleWords + split_items * kCarriedWords) * sizeof(unsigned);
     if (bytes_of(plan) <= execution.workspace_limit) return plan;
   }
-  plan = {.word_bytes = fits_l2(args) ? 0 : sizeof(unsigned)};
-  return bytes_of(plan) <= execution.workspace_limit ? plan : TeamPlan{};
+  const ExchangePlan plan = {.word_bytes = fits_l2(args) ? 0 : kSingleWords * sizeof(unsigned)};
+  return bytes_of(plan) <= execution.workspace_limit ? plan : ExchangePlan{};
 }
 
-Team begin_team(const SparseAttentionBackward& args, const TeamPlan& plan, Workspace& workspace,
-                cudaStream_t stream) {
+Exchange begin_exchange(const SparseAttentionBackward& args, const ExchangePlan& plan,
+                        Workspace& workspace, cudaStream_t stream) {
   if (plan.word_bytes == 0) return {};
   auto* const sums = workspace.take<float>(plan.sum_bytes / sizeof(float));
   auto* const words = workspace.take<unsigned>(plan.word_bytes / sizeof(unsigned));
   cuda_check(cudaMemsetAsync(words, 0, plan.word_bytes, stream));
   return {.progress = fits_l2(args) ? nullptr : words,
-          .split = plan.split,
-          .split_blocks = plan.split_blocks,
+          .parts = plan.parts,
+          .team_blocks = plan.team_blocks,
           .carried_sums = sums,
-          .carried_words = words + 1};
+          .carried_words = words + kSingleWords,
+          .started_blocks = words + 1};
 }
 
 std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution& execution) {
   // All are sums of slices; the copy comes on top of the limit.
   return Workspace::bytes({key_copy_bytes(args.d_kv)}) + bytes_of(plan_in_order(args, execution)) +
-         bytes_of(plan_team(args, execution));
+         bytes_of(plan_exchange(args, execution));
 }
 
 void run(const SparseAttentionBackward& args, const Execution& execution) {
@@ -390,13 +398,13 @@ void run(const SparseAttentionBackward& args, const Execution& execution) {
     if (execution.deterministic) {
       run_in_order(args, plan, sums, workspace, execution);
     } else {
-      start<KeyGradients::added>(
-          args,
-          {.rows = sums.data,
-           .row_stride = sums.stride,
-           .d_sink = args.d_sink,
-           .team = begin_team(args, plan_team(args, execution), workspace, execution.stream)},
-          execution);
+      start<KeyGradients::added>(args,
+                                 {.rows = sums.data,
+                                  .row_stride = sums.stride,
+                                  .d_sink = args.d_sink,
+                                  .exchange = begin_exchange(args, plan_exchange(args, execution),
+                                                             workspace, execution.stream)},
+                                 execution);
     }
   }
   finish_key_sums(sums, args.d_kv, execution.stream);

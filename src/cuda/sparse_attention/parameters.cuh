@@ -120,9 +120,7 @@ struct BackwardParameters {
 
 namespace sparse_attention::backward_sm90 {
 struct HeadConstants;
-/// How the items of a last round that has few are split (backward_sm90/pieces.cuh).
-enum class Split { none, in_parts, in_pairs };
-}  // namespace sparse_attention::backward_sm90
+}
 
 /// The parameters of Hopper's backward kernel, beside the tensor maps of q, out and d_out. Sizes
 /// are 32-bit numbers here: tensors with more rows would pass a terabyte.
@@ -142,11 +140,12 @@ struct BackwardSm90Parameters {
   unsigned* progress;           // of all thread blocks, or null: none waits for others
   int lead;                     // the most blocks of keys that one may be ahead
   bool delayed;                 // blocks begin one after another, whatever lists are like
-  // Where items are split between thread blocks (backward_sm90/pieces.cuh):
-  sparse_attention::backward_sm90::Split split;
-  int split_blocks;         // parts of an item, or blocks that share as many items and one
-  float* carried_sums;      // [split items, 64, qk_dim]
-  unsigned* carried_words;  // [split items, kCarriedWords], zero
+  // Where items of a last round are split between thread blocks (backward_sm90/pieces.cuh):
+  int parts;                 // of each, or 0
+  int team_blocks;           // that share as many items and one more, or 0
+  float* carried_sums;       // [split items, 64, qk_dim]
+  unsigned* carried_words;   // [split items, kCarriedWords], zero
+  unsigned* started_blocks;  // zero
   // Where sums are exact (exact_sums_sm90.h):
   const float* inverse_quanta;                                      // [keys]
   const sparse_attention::backward_sm90::HeadConstants* constants;  // [items, 64]
@@ -177,10 +176,11 @@ BackwardSm90Parameters<T> backward_sm90_parameters(const SparseAttentionBackward
           .progress = nullptr,
           .lead = 0,
           .delayed = false,
-          .split = {},
-          .split_blocks = 0,
+          .parts = 0,
+          .team_blocks = 0,
           .carried_sums = nullptr,
           .carried_words = nullptr,
+          .started_blocks = nullptr,
           .inverse_quanta = nullptr,
           .constants = nullptr,
           .kv_stride = args.kv.stride[0],

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The constants of an item's heads, computed by warpgroup 0 between two items. TMA loads out and
+// The constants of an item's heads, computed by warpgroup 0 between two pieces. TMA loads out and
 // d_out: loads of this warpgroup would wait behind the reductions of the others.
 #pragma once
 
@@ -27,26 +27,26 @@ __device__ inline void load_half(const CUtensorMap& out, const CUtensorMap& d_ou
   }
 }
 
-/// Computes the constants of the heads of an item, before which there were `items`. The buffer of
+/// Computes the constants of the heads of an item, before which there were `pieces`. The buffer of
 /// keys is free. Two threads share a head, and sum as kDeltaLanes lanes would.
 template <class T>
 __device__ void compute_constants(const BackwardSm90Parameters<T>& params, const CUtensorMap& out,
-                                  const CUtensorMap& d_out, const Item& item, int items,
+                                  const CUtensorMap& d_out, const Item& item, int pieces,
                                   SharedStorage& shared) {
   constexpr int kParts = kDeltaLanes / 2;
   const int of_item = static_cast<int>(own_thread() / 2);
-  const int first_piece = static_cast<int>(own_thread() % 2) * kParts;
+  const int first_eight = static_cast<int>(own_thread() % 2) * kParts;
   const HeadInputs inputs = load_inputs(params, item.t, item.first_head + of_item);
   float parts[kParts] = {};
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     if (own_thread() == 0) load_half(out, d_out, item, half, shared);
-    shared.half_full.wait(2 * items + half);
+    shared.half_full.wait(2 * pieces + half);
 #pragma unroll
     for (int tile = 0; tile < kSideTiles; ++tile) {
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
-        const std::uint32_t offset = tile_offset(of_item, first_piece + i);
+        const std::uint32_t offset = tile_offset(of_item, first_eight + i);
         parts[i] +=
             dot_8<T>(*reinterpret_cast<const uint4*>(shared.kv[tile] + offset),
                      *reinterpret_cast<const uint4*>(shared.kv[kSideTiles + tile] + offset));
@@ -62,7 +62,7 @@ __device__ void compute_constants(const BackwardSm90Parameters<T>& params, const
     if (item.first_head + of_item < params.heads) {
       constants = head_constants(inputs, params.sink != nullptr, delta);
     }
-    constants_of(shared, items)[of_item] = constants;
+    constants_of(shared, pieces)[of_item] = constants;
   }
 }
 

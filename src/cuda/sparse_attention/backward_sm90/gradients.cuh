@@ -21,12 +21,12 @@ __device__ inline int first_side_tile() {
 template <class T, int kTiles, KeyGradients kMode>
 __device__ void finish_piece(const BackwardSm90Parameters<T>& params, int pieces,
                              const float (&d_q)[128], SharedStorage& shared) {
-  const Piece piece = piece_of<kMode>(params, shared.share, pieces);
+  const Piece piece = piece_of<kMode>(params, shared.schedule, pieces);
   const Item item = item_of(params, piece.number);
   bool has_keys = shared.has_keys[pieces % 2];
   if (kMode == KeyGradients::added && piece.end < item.blocks) {
     const Carried carried = carried_of<kTiles>(params, piece);
-    if (has_keys) *carried.has_keys = 1;
+    if (has_keys && own_thread() == kWarpgroup) *carried.has_keys = 1;
     hand_on<2 * kWarpgroup>(d_q, carried.sums, carried.blocks, piece);
     return;
   }
@@ -57,8 +57,8 @@ __device__ void finish_piece(const BackwardSm90Parameters<T>& params, int pieces
 template <class T, int kTiles, KeyGradients kMode, int kHeadSteps>
 __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, SharedStorage& shared) {
   int blocks = 0;
-  for (int pieces = 0; has_piece<kMode>(params, shared.share, pieces); ++pieces) {
-    const Piece piece = piece_of<kMode>(params, shared.share, pieces);
+  for (int pieces = 0; has_piece<kMode>(params, shared.schedule, pieces); ++pieces) {
+    const Piece piece = piece_of<kMode>(params, shared.schedule, pieces);
     shared.q_full.wait(pieces);
     shared.d_out_full.wait(pieces);
     float d_q[128] = {};
@@ -82,8 +82,9 @@ __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, Share
       wgmma_commit();
       wgmma_wait<0>();
       if (own_thread() % 32 == 0) shared.kv_free.arrive();
-      const KeyBlock key_block{shared.keys[blocks % 2], shared.inverse_quanta[blocks % 2],
-                               first_slot_of(params, piece.number, blocks - first)};
+      KeyBlock key_block{shared.keys[blocks % 2], shared.inverse_quanta[blocks % 2], 0};
+      if constexpr (kMode == KeyGradients::written)
+        key_block.first_slot = first_slot_of(params, piece.number, blocks - first);
       // With an item's last gradients of a tile the next item's tile may be loaded.
       const bool is_last = blocks + 1 == end;
       const auto free_tile = [&](int tile) {

@@ -31,7 +31,7 @@ __device__ void emit_4(float* to, const float (&x)[4]) {
 struct KeyBlock {
   const std::int32_t (&keys)[kBlock];
   const float (&inverse_quanta)[kBlock];  // where sums are exact
-  int first_slot;                         // counted over all rows
+  int first_slot;                         // where terms are written: counted over all rows
 };
 
 /// Adds or writes 2 kValues columns from first_column on of the gradients of a block's keys, in
@@ -41,6 +41,7 @@ struct KeyBlock {
 template <KeyGradients kMode, int kValues, class T>
 __device__ void emit_columns(const BackwardSm90Parameters<T>& params, const KeyBlock& block,
                              const float (&gradients)[kValues], int first_column) {
+  // Slots take registers of their own where terms are written.
   const unsigned thread = kMode == KeyGradients::written ? own_thread() : threadIdx.x;
   const int lane = static_cast<int>(thread % 32);
   const int warp = static_cast<int>(thread % kWarpgroup / 32);

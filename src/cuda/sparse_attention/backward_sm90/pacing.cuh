@@ -33,14 +33,19 @@ __device__ void delay_start(const BackwardSm90Parameters<T>& params) {
   spread_start(params.items, std::int64_t{blocks + 1} * kCycles);
 }
 
-/// Whether lists are so much alike that the keys in use at a time stay in L2; false where thread
-/// blocks have one item, and nothing is to gain. Called by all threads.
+/// Whether it may matter that lists are alike: a list alone must leave room in L2, and with one
+/// item a thread block nothing is to gain.
+__host__ __device__ inline bool may_be_alike(std::int64_t topk, std::int64_t items,
+                                             std::int64_t thread_blocks) {
+  constexpr int kMostSlots = (20 << 20) / (kMaxTiles * kTileColumns * 6);
+  return topk <= kMostSlots && items >= 2 * thread_blocks;
+}
+
+/// Whether lists are so much alike that the keys in use at a time stay in L2. Called by all
+/// threads.
 template <class T>
 __device__ bool are_few_keys_in_use(const BackwardSm90Parameters<T>& params) {
-  // A list alone must leave room in L2.
-  constexpr int kMostSlots = (20 << 20) / (kMaxTiles * kTileColumns * 6);
-  if (params.topk > kMostSlots || params.items < 2 * static_cast<int>(gridDim.x)) return false;
-  return lists_are_alike<kThreads>(params);
+  return may_be_alike(params.topk, params.items, gridDim.x) && lists_are_alike<kThreads>(params);
 }
 
 /// Counts a block of 64 keys. Called by all threads of a warpgroup, of which the first one counts.
@@ -88,20 +93,19 @@ __device__ inline void end_pace(unsigned* progress) {
   asm volatile("red.relaxed.gpu.global.max.u32 [%0], 0x80000000;" ::"l"(progress) : "memory");
 }
 
-/// Called by all threads before the first item: the share of the thread block, which is delayed
-/// where blocks had better not change items together and none is split. Elsewhere blocks keep pace
-/// if there is a `progress`.
+/// Called by all threads before the first item. Returns whether items are split: if blocks had
+/// better not change items together, and items can be; if they cannot, the block is delayed.
+/// Elsewhere blocks keep pace if there is a `progress`.
 template <class T>
-__device__ Share begin_pace(const BackwardSm90Parameters<T>& params) {
+__device__ bool begin_pace(const BackwardSm90Parameters<T>& params) {
   bool is_spread = params.delayed;
   if (params.progress != nullptr && are_few_keys_in_use(params)) {
     if (threadIdx.x == 0) end_pace(params.progress);
     is_spread = true;
   }
-  if (is_spread && params.split == Split::in_parts) return share_in_parts(params);
-  if (is_spread && params.split == Split::in_pairs) return share_in_pairs(params);
-  if (is_spread) delay_start(params);
-  return share_of_whole_items(params);
+  const bool is_split = is_spread && can_split(params);
+  if (is_spread && !is_split) delay_start(params);
+  return is_split;
 }
 
 }  // namespace winnow::cuda::sparse_attention::backward_sm90

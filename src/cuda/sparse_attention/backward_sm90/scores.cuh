@@ -98,14 +98,14 @@ __device__ void start_rows(float (&d)[32], const A& a, const B& b) {
 }
 
 /// Loads q and d_out of an item, each tile when the previous item's gradients no longer need it:
-/// the last tiles of both warpgroups, or all others. `items` counts those before. Called by one
+/// the last tiles of both warpgroups, or all others. `pieces` counts those before. Called by one
 /// thread.
 template <int kTiles, bool kLast>
 __device__ void load_item(const CUtensorMap& q, const CUtensorMap& d_out, const Item& item,
-                          int items, SharedStorage& shared) {
+                          int pieces, SharedStorage& shared) {
   const auto t = static_cast<int>(item.t);
   const auto copy_q = [&](int tile) {
-    shared.tile_free[tile].wait(items - 1);
+    shared.tile_free[tile].wait(pieces - 1);
     copy_box(shared.q[tile], q, shared.q_full, tile * kTileColumns, item.first_head, t);
   };
   // In the order in which the gradients free them.
@@ -129,25 +129,24 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
                                SharedStorage& shared) {
   constexpr bool kRope = kTiles > kValueTiles;
   Gatherer<T, kTiles, kMode> gatherer(params, shared);
-  int blocks = 0;  // of all items
-  int items = 0;
-  for (; has_piece<kMode>(params, shared.share, items); ++items) {
+  int blocks = 0;  // of all pieces
+  for (int pieces = 0; has_piece<kMode>(params, shared.schedule, pieces); ++pieces) {
     // The others still compute and add the last gradients of the item before; its keys are no
     // longer needed.
     if (kMode == KeyGradients::added && threadIdx.x == 0 && params.progress != nullptr) {
       keep_pace(params.progress, blocks, params.lead);
     }
-    const Piece piece = piece_of<kMode>(params, shared.share, items);
+    const Piece piece = piece_of<kMode>(params, shared.schedule, pieces);
     const Item item = item_of(params, piece.number);
     gatherer.start_piece(item, piece);
     if constexpr (kMode != KeyGradients::exact) {
-      compute_constants(params, out, d_out, item, items, shared);
+      compute_constants(params, out, d_out, item, pieces, shared);
     }
-    if (threadIdx.x == 0) load_item<kTiles, false>(q, d_out, item, items, shared);
+    if (threadIdx.x == 0) load_item<kTiles, false>(q, d_out, item, pieces, shared);
     gatherer.gather(blocks % 2);
     if (threadIdx.x == 0) {
-      load_item<kTiles, true>(q, d_out, item, items, shared);
-      shared.has_keys[items % 2] = false;
+      load_item<kTiles, true>(q, d_out, item, pieces, shared);
+      shared.has_keys[pieces % 2] = false;
     }
     if (kMode == KeyGradients::exact && threadIdx.x < kHeads) {
       shared.constants[threadIdx.x] =
@@ -155,11 +154,11 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
     }
     const auto heads_of_lane = [&] {
       const HeadConstants* const of_item =
-          kMode == KeyGradients::exact ? shared.constants : constants_of(shared, items);
+          kMode == KeyGradients::exact ? shared.constants : constants_of(shared, pieces);
       return LaneHeads(of_item + own_row());
     };
-    shared.q_full.wait(items);
-    shared.d_out_full.wait(items);
+    shared.q_full.wait(pieces);
+    shared.d_out_full.wait(pieces);
     sync_score_warps();  // the constants are written
     float d_q[32] = {};  // of the rope part
     if constexpr (kRope) {
@@ -186,7 +185,7 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
         const unsigned lane = own_thread() % 32;
         const std::uint32_t valid[2] = {__ballot_sync(0xffffffffu, keys[lane] >= 0),
                                         __ballot_sync(0xffffffffu, keys[lane + 32] >= 0)};
-        if (threadIdx.x == 0 && (valid[0] | valid[1]) != 0) shared.has_keys[items % 2] = true;
+        if (threadIdx.x == 0 && (valid[0] | valid[1]) != 0) shared.has_keys[pieces % 2] = true;
         const LaneHeads heads = heads_of_lane();
         wgmma_wait<0>();
         probabilities<T>(s, valid, heads, params.scale_log2, p, ds);
@@ -226,7 +225,7 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
       if (blocks + 1 < end) gatherer.gather((blocks + 1) % 2);
     }
     if constexpr (kRope) {
-      const Piece piece = piece_of<kMode>(params, shared.share, anew(items));
+      const Piece piece = piece_of<kMode>(params, shared.schedule, anew(pieces));
       const Item item = item_of(params, piece.number);
       if (kMode == KeyGradients::added && piece.end < item.blocks) {
         const Carried carried = carried_of<kTiles>(params, piece);

@@ -52,7 +52,8 @@ struct Piece {
 };
 
 /// What a thread block takes (pieces.cuh): whole items, and up to two pieces of split ones.
-struct Share {
+struct Schedule {
+  int block;      // the number under which it takes whole items
   int pieces;     // all together
   int places[2];  // of the split ones in their order; INT_MAX: there is none
   Piece split[2];
@@ -65,16 +66,16 @@ struct SharedStorage {
   std::byte p[kTileBytes];          // [heads, keys]
   std::byte ds[kTileBytes];         // [heads, keys], times the scale
   std::int32_t keys[2][kBlock];     // of even and odd blocks; -1: none
-  HeadConstants constants[kHeads];  // of even items; where sums are exact, of all
+  HeadConstants constants[kHeads];  // of even pieces; where sums are exact, of all
   union {
-    HeadConstants odd_constants[kHeads];  // of odd items
+    HeadConstants odd_constants[kHeads];  // of odd pieces
     float inverse_quanta[2][kBlock];      // of the keys, where sums are exact
   };
-  bool has_keys[2];              // of even and odd items
-  Share share;                   // of the thread block
+  bool has_keys[2];              // of even and odd pieces
+  Schedule schedule;             // of the thread block
   Barrier half_full;             // half of out and d_out has landed, for the constants
-  Barrier q_full;                // an item's q has landed
-  Barrier d_out_full;            // an item's d_out has landed
+  Barrier q_full;                // a piece's q has landed
+  Barrier d_out_full;            // a piece's d_out has landed
   Barrier tile_free[kMaxTiles];  // a tile of q and of d_out is no longer in use
   Barrier scores_full;           // p and ds of a block are written
   Barrier scores_free;           // p and ds are no longer in use
@@ -82,10 +83,10 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 
-/// The constants of an item's heads, `items` being the number of items before it. Not where sums
+/// The constants of a piece's heads, `pieces` being the number of those before it. Not where sums
 /// are exact.
-__device__ inline HeadConstants* constants_of(SharedStorage& shared, int items) {
-  return items % 2 == 0 ? shared.constants : shared.odd_constants;
+__device__ inline HeadConstants* constants_of(SharedStorage& shared, int pieces) {
+  return pieces % 2 == 0 ? shared.constants : shared.odd_constants;
 }
 
 /// The same number, of which the compiler knows nothing: what follows from it is computed anew, as
