@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a grid runs: as many blocks as are resident, their warps in random turns, each for a random
-// number of instructions; copies happen in between. The same seed gives the same turns.
+// number of instructions; copies happen in between, and at times a warp pauses. The same seed gives
+// the same turns.
 #include <algorithm>
 #include <cstdlib>
 
@@ -91,7 +92,11 @@ void GridRun::start_cluster() {
 
 void GridRun::take_turn(Warp& warp) {
   constexpr std::uint32_t kChance = 4;  // one of so many turns completes a copy
-  const bool ran = warp.run(1 + static_cast<int>(random(kMostInstructions)));
+  // As a warp whose loads queue: no other may count on its pace. All at rest, none pauses.
+  constexpr std::uint32_t kPauseChance = 400;  // after one of so many turns it pauses for long
+  const bool pauses = warp.paused_until > turns_ && idle_turns_ <= 16 * warps_.size();
+  const bool ran = !pauses && warp.run(1 + static_cast<int>(random(kMostInstructions)));
+  if (random(kPauseChance) == 0) warp.paused_until = random_due();
   idle_turns_ = ran ? 0 : idle_turns_ + 1;
   ++turns_;
   const bool all_wait = idle_turns_ > 16 * warps_.size();

@@ -106,6 +106,7 @@ class Warp {
   };
   std::deque<Product> products;
   int product_group = 0;
+  std::uint64_t paused_until = 0;  // the turn from which it runs again
 
   /// Bulk copies from shared memory that each lane has started; see async_copy.cc.
   std::array<int, kLanes> bulk_group{};

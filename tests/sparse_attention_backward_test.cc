@@ -346,19 +346,18 @@ TEST(SparseAttentionBackward, OnCudaManyKeysGiveTheGradientsOfADeterministicCall
   });
 }
 
-// With 132 multiprocessors the last 5 rows are a round of their own, whose lists Hopper's kernel
-// splits: long ones in parts, short ones with those of the round before. Without a workspace it
-// splits none.
-TEST(SparseAttentionBackward, OnCudaSplitListsGiveTheSameGradients) {
-  if (!has_cuda()) GTEST_SKIP();
-  on_each_kernel("sparse_attention", [](const Execution& execution) {
+/// Hopper's kernel splits the lists of the last rows, of which there are at most 5, if they are one
+/// round of thread blocks more than a multiple: long ones in parts, short ones, with those of the
+/// round before, in pairs. Without a workspace it splits none.
+void expect_same_gradients_of_split_lists(std::int64_t tokens) {
+  on_each_kernel("sparse_attention", [&](const Execution& execution) {
     if (execution.backend != Backend::cuda) return;
     Execution whole = execution;
     whole.workspace_limit = 0;
     for (const std::int64_t qk_dim : {576, 512}) {
       for (const std::int64_t topk : {1600, 400}) {
         SCOPED_TRACE(fmt::format("qk_dim {}, topk {}", qk_dim, topk));
-        Attention a = with_sink(filled({.tokens = 269,
+        Attention a = with_sink(filled({.tokens = tokens,
                                         .keys = 1700,
                                         .heads = 3,
                                         .qk_dim = qk_dim,
@@ -367,15 +366,15 @@ TEST(SparseAttentionBackward, OnCudaSplitListsGiveTheSameGradients) {
                                         .scale = 0.0625F},
                                        50),
                                 50);
+        // Of six parts some are no block of 64 keys, one, or several; of four, the last list has
+        // one block each, of which the first two hold no key.
         const Random random(50, "lengths");
-        for (std::int64_t t = 0; t < a.tokens; ++t) {
-          const std::int64_t most = t + 5 < a.tokens ? 130 : topk;
-          a.lengths.push_back(static_cast<std::int32_t>(random.below(t, most + 1)));
-        }
-        a.lengths[a.tokens - 1] = static_cast<std::int32_t>(topk);
-        a.lengths[a.tokens - 3] = 0;
-        // A list that begins with slots that hold none.
-        std::fill_n(a.indices.end() - 2 * topk, 300, -1);
+        for (std::int64_t t = 0; t + 5 < tokens; ++t)
+          a.lengths.push_back(static_cast<std::int32_t>(random.below(t, 130)));
+        for (const std::int64_t length :
+             {topk, std::int64_t{6 * 64}, std::int64_t{190}, std::int64_t{0}, std::int64_t{4 * 64}})
+          a.lengths.push_back(static_cast<std::int32_t>(length));
+        std::fill_n(a.indices.end() - topk, 2 * 64, -1);
         const AttentionForwardWork work(a, harness::device_of(execution.backend));
         if (!is_taken(work.args, execution)) continue;
         const AttentionOutputs outputs = forward(a, execution);
@@ -389,6 +388,17 @@ TEST(SparseAttentionBackward, OnCudaSplitListsGiveTheSameGradients) {
       }
     }
   });
+}
+
+TEST(SparseAttentionBackward, OnCudaListsSplitBy132BlocksGiveTheSameGradients) {
+  if (!has_cuda()) GTEST_SKIP();
+  expect_same_gradients_of_split_lists(6 * 132 + 5);
+}
+
+// The emulated GPU has so many.
+TEST(SparseAttentionBackward, OnCudaListsSplitBy4BlocksGiveTheSameGradients) {
+  if (!has_cuda()) GTEST_SKIP();
+  expect_same_gradients_of_split_lists(6 * 4 + 1);
 }
 
 TEST(SparseAttentionBackward, DeterministicRepeatsGiveTheSameBits) {
