@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -294,23 +295,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=RACES, default=list(RACES))
     parser.add_argument("--repeat", type=int, default=15)
-    parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     given = parser.parse_args()
     torch.manual_seed(1)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, winnow {winnow.__version__}")
     peers, versions = imported()
     results = []
+    raced = origin(torch.cuda.get_device_name()) | {
+        "versions": {"torch": torch.__version__, **versions},
+        "results": results,
+    }
     for kind in given.only:
         for race in RACES[kind](peers):
             results.append(line := run(race, given.repeat))
             times = ", ".join(f"{name} {ms:.3f} ms" for name, ms in line["ms"].items())
-            ratio = "" if line["ratio"] is None else f", ratio {line['ratio']:.2f}"
+            ratio = "" if line["ratio"] is None else f", ratio {line['ratio']:.3f}"
             print(f"{race.name}: {times}{ratio}{'' if line['agree'] else ', RESULTS DISAGREE'}")
             sys.stdout.flush()
-    if given.json:
-        with open(given.json, "w") as file:
-            raced = {"versions": {"torch": torch.__version__, **versions}, "results": results}
-            json.dump(origin(torch.cuda.get_device_name()) | raced, file, indent=1)
+            if given.json:  # what there is, if this race is the last one
+                given.json.write_text(json.dumps(raced, indent=1) + "\n")
     return 0 if all(line["agree"] for line in results) else 1
 
 
