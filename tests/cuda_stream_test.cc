@@ -71,8 +71,9 @@ Values values_of(const Buffer& buffer) {
 /// The outputs from a graph are bitwise those of the call itself, with a workspace of the call and
 /// with one of the caller.
 template <class Args>
-void expect_same_from_a_graph(const Args& args, std::vector<Buffer*> outputs) {
-  const Execution direct{.backend = Backend::cuda, .deterministic = true};
+void expect_same_from_a_graph(const Args& args, std::vector<Buffer*> outputs,
+                              bool deterministic = true) {
+  const Execution direct{.backend = Backend::cuda, .deterministic = deterministic};
   run(args, direct);
   std::vector<Values> expected;
   for (const Buffer* output : outputs) expected.push_back(values_of(*output));
@@ -251,6 +252,20 @@ TEST_F(CapturedCalls, OfGradients) {
     expect_same_from_a_graph(indexer.replay_backward,
                              {&indexer.d_q, &indexer.d_weights, &indexer.d_k_rounded});
   }
+}
+
+// With one row more than the GPU has multiprocessors Hopper's kernel splits lists between thread
+// blocks, which tell each other through memory that every launch finds zero.
+TEST_F(CapturedCalls, OfSplitLists) {
+  int multiprocessors = 0;
+  ASSERT_EQ(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0),
+            cudaSuccess);
+  harness::Case c = cases()[0];
+  c.tokens = multiprocessors + 1;
+  c.rows = std::max(c.rows, c.tokens);
+  const harness::SparseAttentionWork work(c, {.device = kDevice}, 1);
+  run(work.forward, {.backend = Backend::cuda});
+  expect_same_from_a_graph(work.backward, {&work.d_q}, /*deterministic=*/false);
 }
 
 TEST_F(CapturedCalls, OfTheTrainingOfTheIndexer) {

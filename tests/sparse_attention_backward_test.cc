@@ -346,59 +346,81 @@ TEST(SparseAttentionBackward, OnCudaManyKeysGiveTheGradientsOfADeterministicCall
   });
 }
 
-/// Hopper's kernel splits the lists of the last rows, of which there are at most 5, if they are one
-/// round of thread blocks more than a multiple: long ones in parts, short ones, with those of the
-/// round before, in pairs. Without a workspace it splits none.
-void expect_same_gradients_of_split_lists(std::int64_t tokens) {
-  on_each_kernel("sparse_attention", [&](const Execution& execution) {
-    if (execution.backend != Backend::cuda) return;
-    Execution whole = execution;
-    whole.workspace_limit = 0;
-    for (const std::int64_t qk_dim : {576, 512}) {
-      for (const std::int64_t topk : {1600, 400}) {
-        SCOPED_TRACE(fmt::format("qk_dim {}, topk {}", qk_dim, topk));
-        Attention a = with_sink(filled({.tokens = tokens,
-                                        .keys = 1700,
-                                        .heads = 3,
-                                        .qk_dim = qk_dim,
-                                        .v_dim = 512,
-                                        .topk = topk,
-                                        .scale = 0.0625F},
-                                       50),
-                                50);
-        // Of six parts some are no block of 64 keys, one, or several; of four, the last list has
-        // one block each, of which the first two hold no key.
-        const Random random(50, "lengths");
-        for (std::int64_t t = 0; t + 5 < tokens; ++t)
-          a.lengths.push_back(static_cast<std::int32_t>(random.below(t, 130)));
-        for (const std::int64_t length :
-             {topk, std::int64_t{6 * 64}, std::int64_t{190}, std::int64_t{0}, std::int64_t{4 * 64}})
-          a.lengths.push_back(static_cast<std::int32_t>(length));
-        std::fill_n(a.indices.end() - topk, 2 * 64, -1);
-        const AttentionForwardWork work(a, harness::device_of(execution.backend));
-        if (!is_taken(work.args, execution)) continue;
+/// How many thread blocks Hopper's kernel has: with one row more it splits lists between them, and
+/// needs a workspace. Some of the rows of `a`, whose keys fit into L2, must suffice for that.
+std::int64_t thread_blocks(const Attention& a, const Execution& execution) {
+  const auto heads = static_cast<std::size_t>(a.tokens * a.heads);
+  const AttentionOutputs none = {Values(heads * a.v_dim), Values(heads), Values(heads)};
+  for (std::int64_t rows = 1; rows <= a.tokens; ++rows) {
+    const AttentionBackwardWork work(rows_of(a, 0, rows), rows_of(a, none, 0, rows),
+                                     harness::device_of(execution.backend));
+    if (workspace_bytes(work.args, execution) > 0) return rows - 1;
+  }
+  ADD_FAILURE() << "no lists are split";
+  return 1;
+}
+
+/// Lists of any lengths, of which three quarters hold no key in some of their blocks of 64 slots.
+void punch_holes(Attention& a, std::int64_t shift) {
+  const Random random(50, "lengths");
+  a.lengths.clear();
+  for (std::int64_t row = 0; row < a.rows(); ++row) {
+    // The lists of the last rows have no block, few or many.
+    const std::int64_t last[] = {4 * 64, 0, 190, 6 * 64, a.topk};
+    const std::int64_t rows_left = a.tokens - 1 - row % a.tokens;
+    a.lengths.push_back(
+        static_cast<std::int32_t>(rows_left < 5 ? last[rows_left] : random.below(row, 130)));
+    const auto list = a.indices.begin() + row * a.topk;
+    const std::int64_t kind = (row % a.tokens + shift) % 4;
+    if (kind == 0) std::fill(list, list + 64, -1);
+    if (kind == 1) std::fill(list + 64, list + a.topk, -1);
+    if (kind == 2) std::fill(list, list + a.topk, -1);
+  }
+}
+
+// Hopper's kernel splits the lists of a last round of thread blocks that has few: long ones in
+// parts, short ones, with those of the round before, in pairs.
+TEST(SparseAttentionBackward, OnHopperSplitListsGiveTheSameGradients) {
+  if (!has_cuda()) GTEST_SKIP();
+  const Execution execution{.backend = Backend::cuda, .kernel = "sm90"};
+  Execution whole = execution;
+  whole.workspace_limit = 0;
+  const Attention shapes[] = {{.batch = 2, .heads = 3, .qk_dim = 576},
+                              {.heads = 65, .qk_dim = 512, .dtype = DType::f16}};
+  for (Attention shape : shapes) {
+    shape.keys = 1700;
+    shape.v_dim = 512;
+    shape.topk = 400;
+    shape.scale = 0.0625F;
+    Attention few = shape;
+    few.batch = 0;
+    few.tokens = 300;
+    few.heads = 1;
+    few = filled(few, 50);
+    const AttentionForwardWork work(rows_of(few, 0, 1), harness::device_of(execution.backend));
+    if (!is_taken(work.args, execution)) GTEST_SKIP() << "no Hopper GPU";
+    const std::int64_t blocks = thread_blocks(few, execution);
+    for (const std::int64_t topk : {1600, 400}) {
+      shape.topk = topk;
+      // One round after some, or after two, of items: 64 heads of a row, or one.
+      shape.tokens = shape.heads == 3 ? 6 * blocks + 5 : blocks + 3;
+      const Attention all = with_sink(filled(shape, 50), 50);
+      for (const std::int64_t shift : {0, 1, 2, 3}) {
+        SCOPED_TRACE(fmt::format("{} heads, topk {}, shift {}", shape.heads, topk, shift));
+        Attention a = all;
+        punch_holes(a, shift);
         const AttentionOutputs outputs = forward(a, execution);
         const AttentionBackwardWork backward_work(a, outputs,
                                                   harness::device_of(execution.backend));
-        if (!is_taken(backward_work.args, whole)) continue;
+        EXPECT_GT(workspace_bytes(backward_work.args, execution), 0);
+        EXPECT_EQ(workspace_bytes(backward_work.args, whole), 0);
         const AttentionGradients expected = backward(a, outputs, whole);
         const AttentionGradients gradients = backward(a, outputs, execution);
         EXPECT_TRUE(same_bits(gradients.d_q, expected.d_q));
         expect_close(a, gradients, expected);
       }
     }
-  });
-}
-
-TEST(SparseAttentionBackward, OnCudaListsSplitBy132BlocksGiveTheSameGradients) {
-  if (!has_cuda()) GTEST_SKIP();
-  expect_same_gradients_of_split_lists(6 * 132 + 5);
-}
-
-// The emulated GPU has so many.
-TEST(SparseAttentionBackward, OnCudaListsSplitBy4BlocksGiveTheSameGradients) {
-  if (!has_cuda()) GTEST_SKIP();
-  expect_same_gradients_of_split_lists(6 * 4 + 1);
+  }
 }
 
 TEST(SparseAttentionBackward, DeterministicRepeatsGiveTheSameBits) {

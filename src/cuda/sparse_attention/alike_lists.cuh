@@ -12,9 +12,9 @@ namespace winnow::cuda::sparse_attention {
 /// Each warp takes one row and looks for 32 of its keys in the list of the row half a wave of
 /// thread blocks further on; where lists do not ascend, it may not find them. Alike are lists that
 /// have a quarter of their keys in common: those that an indexer selects over a smooth sequence
-/// have more than a third, random ones of many keys next to none. Thread blocks look at the same
-/// rows, so all that ask agree. Called by all kThreads threads of a block; `params` are those of a
-/// forward or backward kernel.
+/// have more than a third, random ones the share of all keys that is in a list. Thread blocks look
+/// at the same rows, so all that ask agree. Called by all kThreads threads of a block; `params` are
+/// those of a forward or backward kernel.
 template <int kThreads, class Parameters>
 __device__ bool lists_are_alike(const Parameters& params) {
   const int rows = params.items / params.head_groups;

@@ -83,23 +83,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-/// What the thread blocks of a launch tell each other; words are zero at its start.
-struct Exchange {
-  unsigned* progress = nullptr;  // null: none waits for others (pacing.cuh)
-  // Of split items (pieces.cuh):
-  int parts = 0;
-  int team_blocks = 0;
-  float* carried_sums = nullptr;
-  unsigned* carried_words = nullptr;
-  unsigned* started_blocks = nullptr;
-};
-
 /// Where a launch leaves its sums.
 struct Destination {
   float* rows;  // of d_kv, or the terms of slots
   std::int64_t row_stride;
   Tensor d_sink;  // summed over rows, or per row if deterministic
-  Exchange exchange = {};
+  BackwardExchange exchange = {};
   const ExactSums* exact = nullptr;  // whose quanta are added
 };
 
@@ -126,14 +115,9 @@ void launch_for(const SparseAttentionBackward& args, const Destination& to,
   params.d_kv_stride = to.row_stride;
   params.d_sink = data_of<float>(to.d_sink);
   params.d_sink_stride = to.d_sink ? to.d_sink.stride[0] : 0;
-  params.progress = to.exchange.progress;
+  params.exchange = to.exchange;
   if (to.exchange.progress != nullptr) params.lead = max_lead(args);
-  params.delayed = fits_l2(args);
-  params.parts = to.exchange.parts;
-  params.team_blocks = to.exchange.team_blocks;
-  params.carried_sums = to.exchange.carried_sums;
-  params.carried_words = to.exchange.carried_words;
-  params.started_blocks = to.exchange.started_blocks;
+  params.fits_l2 = fits_l2(args);
   if (to.exact != nullptr) {
     params.inverse_quanta = to.exact->inverse_quanta;
     params.constants = to.exact->constants;
@@ -330,8 +314,8 @@ std::string why_not(const SparseAttentionBackward& args, const Execution& execut
 struct ExchangePlan {
   int parts = 0;
   int team_blocks = 0;
-  std::size_t sum_bytes = 0;   // carried_sums
-  std::size_t word_bytes = 0;  // progress, started_blocks, carried_words
+  std::size_t sum_bytes = 0;
+  std::size_t word_bytes = 0;  // all words
 };
 constexpr int kSingleWords = 2;
 
@@ -348,7 +332,7 @@ ExchangePlan plan_exchange(const SparseAttentionBackward& args, const Execution&
   const std::int64_t blocks = device_properties(args.q.device).multiprocessors;
   const std::int64_t topk = args.indices.shape[1];
   const std::int64_t last_items = items % blocks;
-  const bool may_split = fits_l2(args) || may_be_alike(topk, items, blocks);
+  const bool may_split = fits_l2(args) || may_be_alike(topk, args.kv.shape[0], items, blocks);
   if (may_split && items > blocks && last_items > 0 && last_items <= blocks / 2) {
     ExchangePlan plan;
     const std::int64_t spare = blocks / last_items;  // thread blocks for an item
@@ -364,8 +348,8 @@ ExchangePlan plan_exchange(const SparseAttentionBackward& args, const Execution&
   return bytes_of(plan) <= execution.workspace_limit ? plan : ExchangePlan{};
 }
 
-Exchange begin_exchange(const SparseAttentionBackward& args, const ExchangePlan& plan,
-                        Workspace& workspace, cudaStream_t stream) {
+BackwardExchange begin_exchange(const SparseAttentionBackward& args, const ExchangePlan& plan,
+                                Workspace& workspace, cudaStream_t stream) {
   if (plan.word_bytes == 0) return {};
   auto* const sums = workspace.take<float>(plan.sum_bytes / sizeof(float));
   auto* const words = workspace.take<unsigned>(plan.word_bytes / sizeof(unsigned));
@@ -373,8 +357,8 @@ Exchange begin_exchange(const SparseAttentionBackward& args, const ExchangePlan&
   return {.progress = fits_l2(args) ? nullptr : words,
           .parts = plan.parts,
           .team_blocks = plan.team_blocks,
-          .carried_sums = sums,
-          .carried_words = words + kSingleWords,
+          .sums = sums,
+          .words = words + kSingleWords,
           .started_blocks = words + 1};
 }
 

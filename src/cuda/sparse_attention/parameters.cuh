@@ -122,6 +122,17 @@ namespace sparse_attention::backward_sm90 {
 struct HeadConstants;
 }
 
+/// What the thread blocks of Hopper's backward tell each other; words are zero at a launch.
+struct BackwardExchange {
+  unsigned* progress = nullptr;  // of all blocks; null: none keeps pace (backward_sm90/pacing.cuh)
+  // Where items are split (backward_sm90/pieces.cuh):
+  int parts = 0;                       // of each item of the last round, or 0
+  int team_blocks = 0;                 // that share as many items and one more, or 0
+  float* sums = nullptr;               // [split items, 64, qk_dim]
+  unsigned* words = nullptr;           // [split items, kCarriedWords]
+  unsigned* started_blocks = nullptr;  // how many have a number
+};
+
 /// The parameters of Hopper's backward kernel, beside the tensor maps of q, out and d_out. Sizes
 /// are 32-bit numbers here: tensors with more rows would pass a terabyte.
 template <class T>
@@ -137,15 +148,9 @@ struct BackwardSm90Parameters {
   T* d_q;                       // [tokens, heads, qk_dim]
   float* d_kv;                  // [keys, qk_dim], or terms [tokens, topk, qk_dim]
   float* d_sink;                // [heads], or [tokens, heads] where sums are deterministic, or null
-  unsigned* progress;           // of all thread blocks, or null: none waits for others
-  int lead;                     // the most blocks of keys that one may be ahead
-  bool delayed;                 // blocks begin one after another, whatever lists are like
-  // Where items of a last round are split between thread blocks (backward_sm90/pieces.cuh):
-  int parts;                 // of each, or 0
-  int team_blocks;           // that share as many items and one more, or 0
-  float* carried_sums;       // [split items, 64, qk_dim]
-  unsigned* carried_words;   // [split items, kCarriedWords], zero
-  unsigned* started_blocks;  // zero
+  BackwardExchange exchange;
+  int lead;      // the most blocks of keys that a thread block in pace may be ahead
+  bool fits_l2;  // keys and their gradients together
   // Where sums are exact (exact_sums_sm90.h):
   const float* inverse_quanta;                                      // [keys]
   const sparse_attention::backward_sm90::HeadConstants* constants;  // [items, 64]
@@ -173,14 +178,9 @@ BackwardSm90Parameters<T> backward_sm90_parameters(const SparseAttentionBackward
           .d_q = data_of<T>(args.d_q),
           .d_kv = nullptr,
           .d_sink = nullptr,
-          .progress = nullptr,
+          .exchange = {},
           .lead = 0,
-          .delayed = false,
-          .parts = 0,
-          .team_blocks = 0,
-          .carried_sums = nullptr,
-          .carried_words = nullptr,
-          .started_blocks = nullptr,
+          .fits_l2 = false,
           .inverse_quanta = nullptr,
           .constants = nullptr,
           .kv_stride = args.kv.stride[0],

@@ -19,6 +19,8 @@
 
 #include "cuda/common/block_barrier.cuh"
 #include "cuda/common/mma.cuh"
+#include "cuda/common/own_index.cuh"
+#include "cuda/common/row_slots.cuh"
 #include "cuda/common/tile_product.cuh"
 #include "cuda/sparse_attention/backward_general/heads.cuh"
 #include "cuda/sparse_attention/backward_general/rows.cuh"

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/own_index.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The constants of an item's heads, computed by warpgroup 0 between two pieces. TMA loads out and
+// The constants of a piece's heads, computed by warpgroup 0 between two pieces. TMA loads out and
 // d_out: loads of this warpgroup would wait behind the reductions of the others.
 #pragma once
 
@@ -27,8 +27,8 @@ __device__ inline void load_half(const CUtensorMap& out, const CUtensorMap& d_ou
   }
 }
 
-/// Computes the constants of the heads of an item, before which there were `pieces`. The buffer of
-/// keys is free. Two threads share a head, and sum as kDeltaLanes lanes would.
+/// Computes the constants of a piece's heads, `pieces` being the number of those before it. The
+/// buffer of keys is free. Two threads share a head, and sum as kDeltaLanes lanes would.
 template <class T>
 __device__ void compute_constants(const BackwardSm90Parameters<T>& params, const CUtensorMap& out,
                                   const CUtensorMap& d_out, const Item& item, int pieces,

@@ -17,7 +17,7 @@ __device__ inline int first_side_tile() {
   return (static_cast<int>(own_thread() / kWarpgroup) - 1) * kSideTiles;
 }
 
-/// Stores dQ and d_sink of an item, or hands them on.
+/// Stores dQ of an item and adds its d_sink, or hands its sums on.
 template <class T, int kTiles, KeyGradients kMode>
 __device__ void finish_piece(const BackwardSm90Parameters<T>& params, int pieces,
                              const float (&d_q)[128], SharedStorage& shared) {
@@ -26,6 +26,7 @@ __device__ void finish_piece(const BackwardSm90Parameters<T>& params, int pieces
   bool has_keys = shared.has_keys[pieces % 2];
   if (kMode == KeyGradients::added && piece.end < item.blocks) {
     const Carried carried = carried_of<kTiles>(params, piece);
+    // Released with this thread's sums.
     if (has_keys && own_thread() == kWarpgroup) *carried.has_keys = 1;
     hand_on<2 * kWarpgroup>(d_q, carried.sums, carried.blocks, piece);
     return;
@@ -36,7 +37,7 @@ __device__ void finish_piece(const BackwardSm90Parameters<T>& params, int pieces
   if (params.d_sink != nullptr && lane % 4 == 0 && head < params.heads) {
     if (piece.begin > 0) has_keys |= __ldcg(carried_of<kTiles>(params, piece).has_keys) != 0;
     const HeadConstants* constants = constants_of(shared, pieces);
-    // Warpgroup 0 may have the next item's in the place of these.
+    // Warpgroup 0 may have the next piece's in the place of these.
     if constexpr (kMode == KeyGradients::exact)
       constants = params.constants + std::int64_t{piece.number} * kHeads;
     const float d_sink = has_keys ? constants[of_item].d_sink : 0.0f;
@@ -47,7 +48,7 @@ __device__ void finish_piece(const BackwardSm90Parameters<T>& params, int pieces
     }
   }
   __syncwarp();  // what was read may be overwritten once lane 0 has freed a block of the next
-                 // item
+                 // piece
 #pragma unroll
   for (int j = 0; j < kSideTiles; ++j) {
     store_d_q(params, item, d_q + 32 * j, (first_side_tile() + j) * kTileColumns);
@@ -85,7 +86,7 @@ __device__ void compute_gradients(const BackwardSm90Parameters<T>& params, Share
       KeyBlock key_block{shared.keys[blocks % 2], shared.inverse_quanta[blocks % 2], 0};
       if constexpr (kMode == KeyGradients::written)
         key_block.first_slot = first_slot_of(params, piece.number, blocks - first);
-      // With an item's last gradients of a tile the next item's tile may be loaded.
+      // With a piece's last gradients of a tile the next piece's tile may be loaded.
       const bool is_last = blocks + 1 == end;
       const auto free_tile = [&](int tile) {
         if (is_last && own_thread() % 32 == 0) shared.tile_free[tile].arrive();

@@ -33,19 +33,20 @@ __device__ void delay_start(const BackwardSm90Parameters<T>& params) {
   spread_start(params.items, std::int64_t{blocks + 1} * kCycles);
 }
 
-/// Whether it may matter that lists are alike: a list alone must leave room in L2, and with one
-/// item a thread block nothing is to gain.
-__host__ __device__ inline bool may_be_alike(std::int64_t topk, std::int64_t items,
-                                             std::int64_t thread_blocks) {
+/// Whether lists may be alike and it may matter: a list alone must leave room in L2, random lists
+/// must differ, and with one item a thread block nothing is to gain.
+__host__ __device__ inline bool may_be_alike(std::int64_t topk, std::int64_t keys,
+                                             std::int64_t items, std::int64_t thread_blocks) {
   constexpr int kMostSlots = (20 << 20) / (kMaxTiles * kTileColumns * 6);
-  return topk <= kMostSlots && items >= 2 * thread_blocks;
+  return topk <= kMostSlots && topk <= keys / 6 && items >= 2 * thread_blocks;
 }
 
 /// Whether lists are so much alike that the keys in use at a time stay in L2. Called by all
 /// threads.
 template <class T>
 __device__ bool are_few_keys_in_use(const BackwardSm90Parameters<T>& params) {
-  return may_be_alike(params.topk, params.items, gridDim.x) && lists_are_alike<kThreads>(params);
+  return may_be_alike(params.topk, params.keys, params.items, gridDim.x) &&
+         lists_are_alike<kThreads>(params);
 }
 
 /// Counts a block of 64 keys. Called by all threads of a warpgroup, of which the first one counts.
@@ -98,9 +99,9 @@ __device__ inline void end_pace(unsigned* progress) {
 /// Elsewhere blocks keep pace if there is a `progress`.
 template <class T>
 __device__ bool begin_pace(const BackwardSm90Parameters<T>& params) {
-  bool is_spread = params.delayed;
-  if (params.progress != nullptr && are_few_keys_in_use(params)) {
-    if (threadIdx.x == 0) end_pace(params.progress);
+  bool is_spread = params.fits_l2;
+  if (params.exchange.progress != nullptr && are_few_keys_in_use(params)) {
+    if (threadIdx.x == 0) end_pace(params.exchange.progress);
     is_spread = true;
   }
   const bool is_split = is_spread && can_split(params);

@@ -25,31 +25,33 @@
 #include <climits>
 #include <cstdint>
 
+#include "cuda/common/own_index.cuh"
 #include "cuda/sparse_attention/backward_sm90/shared.cuh"
 
 namespace winnow::cuda::sparse_attention::backward_sm90 {
 
 template <class T>
 __device__ bool can_split(const BackwardSm90Parameters<T>& params) {
-  return params.parts > 0 || params.team_blocks > 0;
+  return params.exchange.parts > 0 || params.exchange.team_blocks > 0;
 }
 
 /// Block number `block` takes a part of one of the last round's items.
 template <class T>
 __device__ Schedule schedule_in_parts(const BackwardSm90Parameters<T>& params, int block) {
+  const int parts = params.exchange.parts;
   const auto grid = static_cast<int>(gridDim.x);
   const int rounds = params.items / grid;
   const int split_items = params.items % grid;
   Schedule schedule = {.block = block, .pieces = rounds, .places = {INT_MAX, INT_MAX}, .split = {}};
   const int part = block / split_items;
-  if (part >= params.parts) return schedule;
+  if (part >= parts) return schedule;
   const int number = rounds * grid + block % split_items;
   const int blocks = item_of(params, number).blocks;
-  const int begin = blocks * part / params.parts;
-  const int end = blocks * (part + 1) / params.parts;
+  const int begin = blocks * part / parts;
+  const int end = blocks * (part + 1) / parts;
   if (begin == end) return schedule;
   schedule.pieces += 1;
-  schedule.places[0] = rounds * part / params.parts;
+  schedule.places[0] = rounds * part / parts;
   schedule.split[0] = {number, begin, end, block % split_items};
   return schedule;
 }
@@ -58,18 +60,23 @@ __device__ Schedule schedule_in_parts(const BackwardSm90Parameters<T>& params, i
 /// A block begins with the head of one and ends with the tail of the one before.
 template <class T>
 __device__ Schedule schedule_in_pairs(const BackwardSm90Parameters<T>& params, int block) {
+  const int team_blocks = params.exchange.team_blocks;
   const auto grid = static_cast<int>(gridDim.x);
   const int rounds = params.items / grid - 1;
   const int teams = params.items % grid;
-  const int team = min(block / params.team_blocks, teams);
+  const int team = min(block / team_blocks, teams);
   const int number = rounds * grid + block + team;
   Schedule schedule = {
       .block = block, .pieces = rounds + 1, .places = {INT_MAX, rounds}, .split = {}};
   schedule.split[1] = {number, 0, item_of(params, number).blocks, block};
   if (team == teams) return schedule;  // the block is in none
-  const int member = block - team * params.team_blocks;
-  schedule.split[1].begin = schedule.split[1].end * member / params.team_blocks;
-  const int head = item_of(params, number + 1).blocks * (member + 1) / params.team_blocks;
+  const int member = block - team * team_blocks;
+  // A list has up to 2^24 blocks, and a team at most 255 members.
+  const auto share_of = [&](int blocks, int members) {
+    return static_cast<int>(static_cast<unsigned>(blocks) * members / team_blocks);
+  };
+  schedule.split[1].begin = share_of(schedule.split[1].end, member);
+  const int head = share_of(item_of(params, number + 1).blocks, member + 1);
   if (head == 0) return schedule;
   schedule.pieces += 1;
   schedule.places[0] = 0;
@@ -90,8 +97,9 @@ __device__ Schedule schedule_of_block(const BackwardSm90Parameters<T>& params, b
             .places = {INT_MAX, INT_MAX},
             .split = {}};
   }
-  const auto block = static_cast<int>(atomicAdd(params.started_blocks, 1u));
-  return params.parts > 0 ? schedule_in_parts(params, block) : schedule_in_pairs(params, block);
+  const auto block = static_cast<int>(atomicAdd(params.exchange.started_blocks, 1u));
+  return params.exchange.parts > 0 ? schedule_in_parts(params, block)
+                                   : schedule_in_pairs(params, block);
 }
 
 /// Whether the calling thread block has a piece number `i`.
@@ -135,13 +143,14 @@ struct Carried {
 template <int kTiles, class T>
 __device__ Carried carried_of(const BackwardSm90Parameters<T>& params, const Piece& piece) {
   constexpr int kSums = kHeads * kTileColumns;  // of a tile
-  float* const sums = params.carried_sums + std::int64_t{piece.carried} * (kSums * kTiles);
-  unsigned* const words = params.carried_words + piece.carried * kCarriedWords;
+  float* const sums = params.exchange.sums + std::int64_t{piece.carried} * (kSums * kTiles);
+  unsigned* const words = params.exchange.words + piece.carried * kCarriedWords;
   return {sums, sums + kSums * kValueTiles, words, words + 1, words + 2};
 }
 
 /// Hands the sums of a piece on. Called by kThreadCount threads, of which each has the same sums
-/// for every piece.
+/// for every piece, so that it alone reads and overwrites them. Lane 0 releases what its warp has
+/// stored before.
 template <int kThreadCount, int kValues>
 __device__ void hand_on(const float (&values)[kValues], float* sums, unsigned* blocks,
                         const Piece& piece) {

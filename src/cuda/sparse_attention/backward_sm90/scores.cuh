@@ -97,9 +97,9 @@ __device__ void start_rows(float (&d)[32], const A& a, const B& b) {
   wgmma_commit();
 }
 
-/// Loads q and d_out of an item, each tile when the previous item's gradients no longer need it:
-/// the last tiles of both warpgroups, or all others. `pieces` counts those before. Called by one
-/// thread.
+/// Loads q and d_out of a piece, each tile when the gradients of the piece before no longer need
+/// it: the last tiles of both warpgroups, or all others. `pieces` counts those before. Called by
+/// one thread.
 template <int kTiles, bool kLast>
 __device__ void load_item(const CUtensorMap& q, const CUtensorMap& d_out, const Item& item,
                           int pieces, SharedStorage& shared) {
@@ -131,10 +131,10 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
   Gatherer<T, kTiles, kMode> gatherer(params, shared);
   int blocks = 0;  // of all pieces
   for (int pieces = 0; has_piece<kMode>(params, shared.schedule, pieces); ++pieces) {
-    // The others still compute and add the last gradients of the item before; its keys are no
+    // The others still compute and add the last gradients of the piece before; its keys are no
     // longer needed.
-    if (kMode == KeyGradients::added && threadIdx.x == 0 && params.progress != nullptr) {
-      keep_pace(params.progress, blocks, params.lead);
+    if (kMode == KeyGradients::added && threadIdx.x == 0 && params.exchange.progress != nullptr) {
+      keep_pace(params.exchange.progress, blocks, params.lead);
     }
     const Piece piece = piece_of<kMode>(params, shared.schedule, pieces);
     const Item item = item_of(params, piece.number);
@@ -221,7 +221,7 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
         sync_score_warps();  // all warps' products have read the rope tile: it may be overwritten
       }
       shared.kv_free.wait(blocks);
-      if constexpr (kMode == KeyGradients::added) count_block(params.progress);
+      if constexpr (kMode == KeyGradients::added) count_block(params.exchange.progress);
       if (blocks + 1 < end) gatherer.gather((blocks + 1) % 2);
     }
     if constexpr (kRope) {
@@ -235,8 +235,8 @@ __device__ void compute_scores(const BackwardSm90Parameters<T>& params, const CU
       }
     }
   }
-  if (kMode == KeyGradients::added && threadIdx.x == 0 && params.progress != nullptr) {
-    end_pace(params.progress);
+  if (kMode == KeyGradients::added && threadIdx.x == 0 && params.exchange.progress != nullptr) {
+    end_pace(params.exchange.progress);
   }
 }
 

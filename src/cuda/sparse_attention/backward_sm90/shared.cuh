@@ -124,7 +124,7 @@ __device__ Item item_of(const BackwardSm90Parameters<T>& params, int number) {
 }
 
 /// The number of the first slot of an item's block, counted over all rows, of which each is one
-/// item where terms are written. Terms fit into memory, so there are less than 2^31.
+/// item where terms are written. Terms fit into memory, so there are fewer than 2^31.
 template <class T>
 __device__ int first_slot_of(const BackwardSm90Parameters<T>& params, int number, int block) {
   return number * params.topk + block * kBlock;
