@@ -93,13 +93,14 @@ void GridRun::start_cluster() {
 void GridRun::take_turn(Warp& warp) {
   constexpr std::uint32_t kChance = 4;  // one of so many turns completes a copy
   // As a warp whose loads queue: no other may count on its pace. All at rest, none pauses.
-  constexpr std::uint32_t kPauseChance = 400;  // after one of so many turns it pauses for long
-  const bool pauses = warp.paused_until > turns_ && idle_turns_ <= 16 * warps_.size();
+  constexpr std::uint32_t kPauseChance = 400;     // after one of so many turns it pauses for long
+  const std::uint64_t rest = 16 * warps_.size();  // idle turns after which all wait
+  const bool pauses = warp.paused_until > turns_ && idle_turns_ <= rest;
   const bool ran = !pauses && warp.run(1 + static_cast<int>(random(kMostInstructions)));
   if (random(kPauseChance) == 0) warp.paused_until = random_due();
   idle_turns_ = ran ? 0 : idle_turns_ + 1;
   ++turns_;
-  const bool all_wait = idle_turns_ > 16 * warps_.size();
+  const bool all_wait = idle_turns_ > rest;
   const auto may_end = [&](std::uint64_t due) {
     return all_wait || (due <= turns_ && random(kChance) == 0);
   };

@@ -78,6 +78,7 @@ class Warp {
   bool has_arrived = false;  // at the barrier that it waits at
   std::uint64_t barrier_generation = 0;
   std::uint64_t cluster_generation = 0;  // of the cluster's barrier when the warp arrived there
+  std::uint64_t paused_until = 0;        // the turn from which it runs again
 
   /// cp.async copies that have not landed, in the order of their start.
   struct Copy {
@@ -106,7 +107,6 @@ class Warp {
   };
   std::deque<Product> products;
   int product_group = 0;
-  std::uint64_t paused_until = 0;  // the turn from which it runs again
 
   /// Bulk copies from shared memory that each lane has started; see async_copy.cc.
   std::array<int, kLanes> bulk_group{};
