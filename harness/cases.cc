@@ -214,6 +214,7 @@ std::vector<Case> awkward_contents() {
   return {
       {.name = "shuffled", .slots = Slots::shuffled, .lengths = true},
       {.name = "neighbours", .slots = Slots::neighbours},
+      {.name = "selected", .slots = Slots::selected},
       {.name = "repeats", .slots = Slots::with_repeats},
       {.name = "holes", .sink = true, .slots = Slots::shuffled, .holes = true, .lengths = true},
       {.name = "holes-of-pools",

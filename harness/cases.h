@@ -16,6 +16,7 @@ enum class Slots : std::int32_t {
   ascending,
   shuffled,
   neighbours,   // a row keeps each key of the row before it with probability 0.9; ascending
+  selected,     // as an indexer over a smooth sequence selects them; ascending
   with_repeats  // a key may stand more than once in a row
 };
 

@@ -10,6 +10,7 @@
 #include <span>
 
 #include "harness/random.h"
+#include "harness/selected_lists.h"
 
 namespace winnow::harness {
 namespace {
@@ -85,6 +86,36 @@ class Drawer {
   std::int64_t next_ = 0;
   std::vector<bool> taken_;
 };
+
+std::vector<std::int32_t> drawn_lists(const Case& c, std::uint64_t seed, std::int64_t rows,
+                                      std::int64_t keys, std::int64_t topk) {
+  std::vector<std::int32_t> indices(rows * topk, -1);
+  Drawer drawer(seed, keys);
+  std::span<std::int32_t> before;
+  for (std::int64_t t = 0; t < rows; ++t) {
+    const std::span row = std::span(indices).subspan(t * topk, topk);
+    if (c.slots == Slots::with_repeats && keys > 0) {
+      for (std::int32_t& index : row) index = drawer.draw();
+      continue;
+    }
+    const std::span list = row.first(std::min(topk, keys));  // further slots stay -1
+    drawer.choose(list, before);
+    if (c.slots == Slots::shuffled) drawer.shuffle(list);
+    if (c.slots == Slots::neighbours) before = list;
+  }
+  return indices;
+}
+
+/// Selected ones; every slice of a batch is a document of its own.
+std::vector<std::int32_t> lists_of_slices(const Case& c, std::uint64_t seed, std::int64_t rows,
+                                          std::int64_t keys, std::int64_t topk) {
+  std::vector<std::int32_t> indices;
+  for (std::int64_t first = 0; first < rows; first += c.tokens) {
+    const std::vector<std::int32_t> lists = selected_lists(seed + first, c.tokens, keys, topk);
+    indices.insert(indices.end(), lists.begin(), lists.end());
+  }
+  return indices;
+}
 
 bool is_empty_row(const Case& c, std::int64_t t) { return c.empty_rows && t % 3 == 1; }
 
@@ -196,20 +227,9 @@ std::vector<bool> IndexLists::used(std::int64_t first, std::int64_t last) const 
 
 IndexLists index_lists(const Case& c, std::uint64_t seed, std::int64_t rows, std::int64_t keys,
                        std::int64_t topk) {
-  IndexLists lists{keys, topk, std::vector<std::int32_t>(rows * topk, -1), {}};
-  Drawer drawer(seed, keys);
-  std::span<std::int32_t> before;
-  for (std::int64_t t = 0; t < rows; ++t) {
-    const std::span row = std::span(lists.indices).subspan(t * topk, topk);
-    if (c.slots == Slots::with_repeats && keys > 0) {
-      for (std::int32_t& index : row) index = drawer.draw();
-      continue;
-    }
-    const std::span list = row.first(std::min(topk, keys));  // further slots stay -1
-    drawer.choose(list, before);
-    if (c.slots == Slots::shuffled) drawer.shuffle(list);
-    if (c.slots == Slots::neighbours) before = list;
-  }
+  IndexLists lists{keys, topk, {}, {}};
+  lists.indices = c.slots == Slots::selected ? lists_of_slices(c, seed, rows, keys, topk)
+                                             : drawn_lists(c, seed, rows, keys, topk);
 
   const Random faults(seed, "faults of index lists");
   for (std::int64_t i = 0; i < rows * topk; ++i)

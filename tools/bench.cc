@@ -333,9 +333,11 @@ void add_bench(CLI::App& app, int&) {
   command->add_option("--kernel", options->kernel, kKernelHelp);
   command->add_flag("--forward", options->forward, "Only forward calls.");
   command->add_flag("--backward", options->backward, "Only backward calls.");
-  command->add_option("--slots", options->slots,
-                      "Index lists: ascending, shuffled, or neighbours (rows share most keys). "
-                      "Default: ascending.");
+  command->add_option(
+      "--slots", options->slots,
+      "Index lists: ascending, shuffled, neighbours (a row keeps nine of ten keys of the row "
+      "before) or selected (as an indexer over a smooth sequence selects them). "
+      "Default: ascending.");
   command->add_option(
       "--data", options->data,
       "What the indexer's scores look like: " + join(score_pattern_names()) + ". Default: iid.");

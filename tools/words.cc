@@ -18,10 +18,11 @@ namespace winnow::tools {
 namespace {
 
 constexpr std::array kBackends{Backend::reference, Backend::cpu, Backend::cuda};
-constexpr std::array<std::pair<std::string_view, harness::Slots>, 3> kSlots{{
+constexpr std::array<std::pair<std::string_view, harness::Slots>, 4> kSlots{{
     {"ascending", harness::Slots::ascending},
     {"shuffled", harness::Slots::shuffled},
     {"neighbours", harness::Slots::neighbours},
+    {"selected", harness::Slots::selected},
 }};
 constexpr std::array<std::pair<std::string_view, harness::ScorePattern>, 14> kScorePatterns{{
     {"iid", harness::ScorePattern::independent},
