@@ -315,7 +315,7 @@ def cpu_table(figures: dict) -> str:
     text += f"`winnow bench --scaling`; {product['what']}: {rate:.0f} GFLOP/s, "
     text += f"{scaling:.2f} times that of one thread.\n\n"
     text += head(
-        ["call", "case", "queries x keys", "time", "fastest to slowest"]
+        ["call", "case", "queries x keys", "kernel", "time", "fastest to slowest"]
         + ["GFLOP/s", "of product", "scaling"]
     )
     for each in bench["measured"]:
@@ -323,7 +323,7 @@ def cpu_table(figures: dict) -> str:
         median, fastest, slowest = in_unit(*times)
         has_products = each.get("flops", 0) > 0
         text += line(
-            [each["call"], each["case"], f"{each['tokens']} x {each['keys']}"]
+            [each["call"], each["case"], f"{each['tokens']} x {each['keys']}", each["kernel"]]
             + [median, f"{fastest} to {slowest}"]
             + ([f"{each['flops_per_second'] * 1e-9:.0f}"] if has_products else ["bytes alone"])
             + ([f"{each['of_matrix_product']:.2f}"] if has_products else ["bytes alone"])

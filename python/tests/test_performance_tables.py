@@ -104,14 +104,14 @@ def test_the_races_have_a_summary(script, monkeypatch):
 
 def test_the_cpu_has_a_table(script):
     product = {"what": "sgemm", "flops_per_second": 2e11, "one_thread_flops_per_second": 1e11}
-    sizes = {"case": "small", "tokens": 128, "keys": 8192, "scaling": 1.9}
+    sizes = {"case": "small", "tokens": 128, "keys": 8192, "kernel": "simd", "scaling": 1.9}
     times = {"median_seconds": 0.2, "fastest_seconds": 0.19, "slowest_seconds": 0.21}
     rates = {"flops": 4e10, "flops_per_second": 2e11, "of_matrix_product": 1.0}
     measured = [{"call": "op"} | sizes | times | rates, {"call": "bytes"} | sizes | times]
     bench = {"runs_on": "AVX3", "matrix_product": product, "measured": measured}
     lines = script.cpu_table(ORIGIN | {"bench": bench}).splitlines()
     assert "sgemm: 200 GFLOP/s, 2.00 times that of one thread" in lines[0]
-    shared = "small | 128 x 8192 | 200 ms | 190 to 210"
+    shared = "small | 128 x 8192 | simd | 200 ms | 190 to 210"
     assert lines[-2] == f"| op | {shared} | 200 | 1.00 | 1.90 |"
     assert lines[-1] == f"| bytes | {shared} | bytes alone | bytes alone | 1.90 |"
 
