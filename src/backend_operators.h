@@ -98,10 +98,16 @@ std::string why_not(const QuantizeFp8& args, const Execution& execution);
 void run_pairs(const IndexTopkForward& args, const Execution& execution);
 void run_pairs(const SparseAttentionForward& args, const Execution& execution);
 void run_pairs(const SparseAttentionBackward& args, const Execution& execution);
+void run_pairs(const ValueProjectionForward& args, const Execution& execution);
+void run_pairs(const ValueProjectionBackward& args, const Execution& execution);
+void run_pairs(const IndexTarget& args, const Execution& execution);
 
 std::string why_not_pairs(const IndexTopkForward& args);
 std::string why_not_pairs(const SparseAttentionForward& args);
 std::string why_not_pairs(const SparseAttentionBackward& args);
+std::string why_not_pairs(const ValueProjectionForward& args);
+std::string why_not_pairs(const ValueProjectionBackward& args);
+std::string why_not_pairs(const IndexTarget& args);
 
 }  // namespace winnow::cpu
 

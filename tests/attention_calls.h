@@ -179,6 +179,25 @@ inline AttentionGradients backward(const Attention& a, const AttentionOutputs& o
   return work.gradients();
 }
 
+/// The target of index_target for the slots of `a`, whose indices are relative to key_offset; added
+/// to `before`, unless that is empty.
+inline Values target_of(const Attention& a, const Values& lse, const Execution& execution,
+                        std::int32_t key_offset = 0, const Values& before = {}) {
+  const Device device = harness::device_of(execution.backend);
+  AttentionForwardWork work(a, device);
+  work.lse.upload(lse);
+  Buffer& target = work.memory.add(
+      "target", Buffer(device, type_of_sums(a.dtype), {a.tokens, a.topk}, a.row_padding));
+  if (!before.empty()) target.upload(before);
+  auto args = work.memory.arguments<IndexTarget>();
+  args.scale = static_cast<float>(a.scale_or_default());
+  args.key_offset = key_offset;
+  args.accumulate = !before.empty();
+  run_where_taken(args, execution);
+  expect_canaries_intact(work.memory);
+  return target.download();
+}
+
 inline AttentionGradients forward_backward(const Attention& a, const Execution& execution) {
   return backward(a, forward(a, execution), execution);
 }

@@ -11,25 +11,6 @@ namespace {
 
 // ---- index_target.
 
-/// The target for the slots of `a`, whose indices are relative to key_offset; added to `before`,
-/// unless that is empty.
-Values target_of(const Attention& a, const Values& lse, const Execution& execution,
-                 std::int32_t key_offset = 0, const Values& before = {}) {
-  const Device device = harness::device_of(execution.backend);
-  AttentionForwardWork work(a, device);
-  work.lse.upload(lse);
-  Buffer& target = work.memory.add(
-      "target", Buffer(device, type_of_sums(a.dtype), {a.tokens, a.topk}, a.row_padding));
-  if (!before.empty()) target.upload(before);
-  auto args = work.memory.arguments<IndexTarget>();
-  args.scale = static_cast<float>(a.scale_or_default());
-  args.key_offset = key_offset;
-  args.accumulate = !before.empty();
-  run(args, execution);
-  expect_canaries_intact(work.memory);
-  return target.download();
-}
-
 double row_sum(const Values& values, std::int64_t t, std::int64_t width) {
   return std::accumulate(values.begin() + t * width, values.begin() + (t + 1) * width, 0.0);
 }
@@ -79,8 +60,12 @@ TEST(IndexTarget, IsTheSumOfProbabilitiesOverHeads) {
       }
       expected.push_back(sum);
     }
-    EXPECT_TRUE(ok(compare("target", target_of(a, lse, on(backend)), expected,
-                           harness::target_limit(a.dtype))));
+    for (const std::string_view kernel : harness::kernels_of("index_target", backend)) {
+      SCOPED_TRACE(kernel);
+      const Execution execution{.backend = backend, .kernel = kernel.data()};
+      EXPECT_TRUE(ok(compare("target", target_of(a, lse, execution), expected,
+                             harness::target_limit(a.dtype))));
+    }
   });
 }
 

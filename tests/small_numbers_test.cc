@@ -83,6 +83,24 @@ TEST(SmallNumbers, MakeTheLogitsThatTheyShould) {
   });
 }
 
+TEST(SmallNumbers, MakeTheTargetsThatTheyShould) {
+  on_each_kernel("index_target", [](const Execution& execution) {
+    for (const Attention& shape :
+         {Attention{},
+          Attention{
+              .tokens = 4, .keys = 160, .heads = 5, .qk_dim = 576, .v_dim = 512, .topk = 130}}) {
+      SCOPED_TRACE(fmt::format("qk_dim {}", shape.qk_dim));
+      const Attention a = filled(shape, 73);
+      for (const Attention& small : {with_denormal_keys(a), with_denormal_queries(a)}) {
+        const Values lse = as_stored(DType::f32, plain_attention(small).lse);
+        EXPECT_TRUE(ok(compare("target", target_of(small, lse, execution),
+                               target_of(small, lse, on(Backend::reference)),
+                               harness::target_limit(small.dtype))));
+      }
+    }
+  });
+}
+
 TEST(SmallNumbers, ValuesMayBeSmallerThanTheirProbabilitiesCanScale) {
   // Many terms of the output are denormal, their sum is not.
   on_each_kernel_in_bf16(2, [](const Execution& execution, const Attention& whole) {

@@ -50,8 +50,9 @@ Values forward(const Projection& p, const Execution& execution) {
   const Buffer out = floats(device, p.dtype, {p.tokens, p.heads, p.v_dim}, p.out, p.row_padding);
   const Buffer w_v = floats(device, p.dtype, {p.heads, p.head_dim, p.v_dim}, p.w_v, p.row_padding);
   const Buffer out_v(device, p.dtype, {p.tokens, p.heads, p.head_dim}, p.row_padding);
-  value_projection_forward({.out = out.tensor(), .w_v = w_v.tensor(), .out_v = out_v.tensor()},
-                           execution);
+  run_where_taken(
+      ValueProjectionForward{.out = out.tensor(), .w_v = w_v.tensor(), .out_v = out_v.tensor()},
+      execution);
   expect_canaries_intact(out, w_v, out_v);
   return out_v.download();
 }
@@ -67,12 +68,12 @@ ProjectionGradients backward(const Projection& p, const Execution& execution) {
   // A d_w_v that is overwritten is initialised with NaN, so that a missed element shows.
   if (p.d_w_type == DType::f32)
     d_w_v.upload(p.d_w_before.empty() ? Values(p.w_v.size()) : p.d_w_before);
-  value_projection_backward({.out = out.tensor(),
-                             .w_v = w_v.tensor(),
-                             .d_out_v = d_out_v.tensor(),
-                             .d_out = d_out.tensor(),
-                             .d_w_v = d_w_v.tensor()},
-                            execution);
+  run_where_taken(ValueProjectionBackward{.out = out.tensor(),
+                                          .w_v = w_v.tensor(),
+                                          .d_out_v = d_out_v.tensor(),
+                                          .d_out = d_out.tensor(),
+                                          .d_w_v = d_w_v.tensor()},
+                  execution);
   expect_canaries_intact(out, w_v, d_out_v, d_out, d_w_v);
   return {d_out.download(), d_w_v.download()};
 }
@@ -99,10 +100,16 @@ Plain plain(const Projection& p) {
   return result;
 }
 
-/// Calls body(backend, shape) for every type, with odd shapes and those of the models.
+/// Calls body(execution) for every kernel.
+template <class Body>
+void on_each_projection_kernel(const Body& body) {
+  on_each_kernel("value_projection", body);
+}
+
+/// Calls body(execution, shape) for every kernel and type, with odd shapes and those of the models.
 template <class Body>
 void on_each_projection(const Body& body) {
-  on_each_backend([&](Backend backend) {
+  on_each_projection_kernel([&](const Execution& execution) {
     for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
       for (const Projection& shape :
            {Projection{.dtype = dtype},
@@ -111,21 +118,26 @@ void on_each_projection(const Body& body) {
             Projection{.tokens = 3, .heads = 2, .head_dim = 128, .v_dim = 512, .dtype = dtype}}) {
         SCOPED_TRACE(fmt::format("{}, {} tokens, {} x {}", name(dtype), shape.tokens,
                                  shape.head_dim, shape.v_dim));
-        body(backend, shape);
+        body(execution, shape);
       }
   });
 }
 
+/// Compares a call whose sums are exact with the formulas.
+void expect_exact(const Projection& p, const Plain& expected, const Execution& execution) {
+  EXPECT_TRUE(ok(harness::compare_exactly("out_v", forward(p, execution),
+                                          as_stored(p.dtype, expected.out_v))));
+  const ProjectionGradients gradients = backward(p, execution);
+  EXPECT_TRUE(ok(harness::compare_exactly("d_out", gradients.d_out,
+                                          as_stored(p.dtype, expected.gradients.d_out))));
+  EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", gradients.d_w_v,
+                                          as_stored(p.d_w_type, expected.gradients.d_w_v))));
+}
+
 TEST(ValueProjection, OfWholeNumbersIsExact) {
-  on_each_projection([](Backend backend, const Projection& shape) {
+  on_each_projection([](const Execution& execution, const Projection& shape) {
     const Projection p = filled(shape, 1);
-    const Plain expected = plain(p);
-    EXPECT_TRUE(ok(harness::compare_exactly("out_v", forward(p, on(backend)),
-                                            as_stored(p.dtype, expected.out_v))));
-    const ProjectionGradients gradients = backward(p, on(backend));
-    EXPECT_TRUE(ok(harness::compare_exactly("d_out", gradients.d_out,
-                                            as_stored(p.dtype, expected.gradients.d_out))));
-    EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", gradients.d_w_v, expected.gradients.d_w_v)));
+    expect_exact(p, plain(p), execution);
   });
 }
 
@@ -136,17 +148,11 @@ Projection many_tiles() { return {.tokens = 1030, .heads = 1, .head_dim = 136, .
 TEST(ValueProjection, OfManyTilesIsExact) {
   const Projection p = filled(many_tiles(), 7);
   const Plain expected = plain(p);
-  on_each_backend([&](Backend backend) {
-    EXPECT_TRUE(ok(harness::compare_exactly("out_v", forward(p, on(backend)),
-                                            as_stored(p.dtype, expected.out_v))));
-    const ProjectionGradients gradients = backward(p, on(backend));
-    EXPECT_TRUE(ok(harness::compare_exactly("d_out", gradients.d_out,
-                                            as_stored(p.dtype, expected.gradients.d_out))));
-    EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", gradients.d_w_v, expected.gradients.d_w_v)));
+  on_each_projection_kernel([&](const Execution& execution) {
+    expect_exact(p, expected, execution);
     Projection rounded = p;
     rounded.d_w_type = p.dtype;
-    EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", backward(rounded, on(backend)).d_w_v,
-                                            as_stored(p.dtype, expected.gradients.d_w_v))));
+    expect_exact(rounded, expected, execution);
   });
 }
 
@@ -154,49 +160,49 @@ TEST(ValueProjection, RowsOfManyTilesDoNotDependOnTheirNeighbours) {
   const Projection p = with_normals(many_tiles(), 8);
   constexpr std::int64_t kFirst = 700;
   const std::int64_t count = p.tokens - kFirst;
-  on_each_backend([&](Backend backend) {
+  on_each_projection_kernel([&](const Execution& execution) {
     const Projection rows = rows_of(p, kFirst, count);
-    EXPECT_TRUE(same_bits(forward(rows, on(backend)),
-                          part(forward(p, on(backend)), kFirst * p.head_dim, count * p.head_dim)));
-    EXPECT_TRUE(same_bits(backward(rows, on(backend)).d_out,
-                          part(backward(p, on(backend)).d_out, kFirst * p.v_dim, count * p.v_dim)));
+    EXPECT_TRUE(same_bits(forward(rows, execution),
+                          part(forward(p, execution), kFirst * p.head_dim, count * p.head_dim)));
+    EXPECT_TRUE(same_bits(backward(rows, execution).d_out,
+                          part(backward(p, execution).d_out, kFirst * p.v_dim, count * p.v_dim)));
   });
 }
 
 TEST(ValueProjection, DWOfTheAccumulationTypeIsAddedToAndOthersOverwritten) {
-  on_each_projection([](Backend backend, const Projection& shape) {
+  on_each_projection([](const Execution& execution, const Projection& shape) {
     Projection p = filled(shape, 2);
     const Values alone = plain(p).gradients.d_w_v;
     p.d_w_before = whole_numbers(static_cast<std::int64_t>(p.w_v.size()), 2, "d_w_v", -9, 9);
     Values sum = alone;
     for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += p.d_w_before[i];
-    EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", backward(p, on(backend)).d_w_v, sum)));
+    EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", backward(p, execution).d_w_v, sum)));
     if (p.dtype == DType::f32) return;
     p.d_w_type = p.dtype;
-    EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", backward(p, on(backend)).d_w_v,
+    EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", backward(p, execution).d_w_v,
                                             as_stored(p.dtype, alone))));
   });
 }
 
 TEST(ValueProjection, RowsDoNotDependOnTheirNeighbours) {
-  on_each_projection([](Backend backend, const Projection& shape) {
+  on_each_projection([](const Execution& execution, const Projection& shape) {
     const Projection p = with_normals(shape, 3);
-    const Values out_v = forward(p, on(backend));
-    const Values d_out = backward(p, on(backend)).d_out;
+    const Values out_v = forward(p, execution);
+    const Values d_out = backward(p, execution).d_out;
     for (std::int64_t t = 0; t < p.tokens; ++t) {
       const Projection row = rows_of(p, t, 1);
       const std::int64_t width = p.heads * p.head_dim;
-      EXPECT_TRUE(same_bits(forward(row, on(backend)), part(out_v, t * width, width)));
-      EXPECT_TRUE(same_bits(backward(row, on(backend)).d_out,
+      EXPECT_TRUE(same_bits(forward(row, execution), part(out_v, t * width, width)));
+      EXPECT_TRUE(same_bits(backward(row, execution).d_out,
                             part(d_out, t * p.heads * p.v_dim, p.heads * p.v_dim)));
     }
   });
 }
 
 TEST(ValueProjection, ThreadsRepeatsAndTheWorkspaceLimitChangeNoBit) {
-  on_each_projection([](Backend backend, const Projection& shape) {
+  on_each_projection([](Execution execution, const Projection& shape) {
     const Projection p = with_normals(shape, 4);
-    Execution execution{.backend = backend, .deterministic = true};
+    execution.deterministic = true;
     const Values out_v = forward(p, execution);
     const ProjectionGradients gradients = backward(p, execution);
     for (const int threads : {0, 1, 2, 5}) {
@@ -212,16 +218,64 @@ TEST(ValueProjection, ThreadsRepeatsAndTheWorkspaceLimitChangeNoBit) {
 }
 
 TEST(ValueProjection, OfStridedTensorsIsTheSame) {
-  on_each_projection([](Backend backend, const Projection& shape) {
+  on_each_projection([](const Execution& execution, const Projection& shape) {
     Projection p = filled(shape, 5);
-    const Values out_v = forward(p, on(backend));
-    const ProjectionGradients gradients = backward(p, on(backend));
+    const Values out_v = forward(p, execution);
+    const ProjectionGradients gradients = backward(p, execution);
     for (const std::int64_t padding : {3, 8}) {
       p.row_padding = padding;
-      EXPECT_TRUE(ok(harness::compare_exactly("out_v", forward(p, on(backend)), out_v)));
-      const ProjectionGradients strided = backward(p, on(backend));
+      EXPECT_TRUE(ok(harness::compare_exactly("out_v", forward(p, execution), out_v)));
+      const ProjectionGradients strided = backward(p, execution);
       EXPECT_TRUE(ok(harness::compare_exactly("d_out", strided.d_out, gradients.d_out)));
       EXPECT_TRUE(ok(harness::compare_exactly("d_w_v", strided.d_w_v, gradients.d_w_v)));
+    }
+  });
+}
+
+void scale_rows(Values& values, std::int64_t row_size, std::int64_t step, int exponent) {
+  for (std::size_t i = 0; i < values.size(); ++i)
+    if (static_cast<std::int64_t>(i) / row_size % step == 0)
+      values[i] = std::ldexp(values[i], exponent);
+}
+
+TEST(ValueProjection, DenormalsCountInAllRowsOrInSome) {
+  on_each_projection_kernel([](const Execution& execution) {
+    for (const Projection& shape :
+         {Projection{}, Projection{.tokens = 5, .heads = 2, .head_dim = 130, .v_dim = 512}}) {
+      for (const std::int64_t step : {1, 2}) {
+        SCOPED_TRACE(fmt::format("head_dim {}, every {}", shape.head_dim, step));
+        Projection p = filled(shape, 9);
+        scale_rows(p.out, p.heads * p.v_dim, step, -130);
+        Projection of_weights = p;
+        scale_rows(p.d_out_v, p.heads * p.head_dim, step, -130);
+        scale_rows(p.w_v, 1, 1, 40);
+        expect_exact(p, plain(p), execution);
+        scale_rows(of_weights.d_out_v, 1, 1, 40);
+        expect_exact(of_weights, plain(of_weights), execution);
+        Projection small_weights = filled(shape, 10);
+        scale_rows(small_weights.w_v, p.head_dim * p.v_dim, step, -130);
+        scale_rows(small_weights.out, 1, 1, 40);
+        scale_rows(small_weights.d_out_v, 1, 1, 40);
+        expect_exact(small_weights, plain(small_weights), execution);
+      }
+    }
+  });
+}
+
+TEST(ValueProjection, RowsBesideDenormalsAreThoseOfTheRowAlone) {
+  on_each_projection_kernel([](const Execution& execution) {
+    Projection p = with_normals({.tokens = 200, .heads = 2, .head_dim = 130, .v_dim = 64}, 11);
+    scale_rows(p.out, p.heads * p.v_dim, 7, -130);
+    scale_rows(p.d_out_v, p.heads * p.head_dim, 7, -130);
+    scale_rows(p.w_v, 1, 1, 40);
+    const Values out_v = forward(p, execution);
+    const Values d_out = backward(p, execution).d_out;
+    for (const std::int64_t t : {0, 1, 6, 7, 195, 199}) {
+      const Projection row = rows_of(p, t, 1);
+      const std::int64_t width = p.heads * p.head_dim;
+      EXPECT_TRUE(same_bits(forward(row, execution), part(out_v, t * width, width)));
+      EXPECT_TRUE(same_bits(backward(row, execution).d_out,
+                            part(d_out, t * p.heads * p.v_dim, p.heads * p.v_dim)));
     }
   });
 }
@@ -241,10 +295,10 @@ TEST(ValueProjection, RunsOnAThreadThatHasCalledNothingElse) {
 }
 
 TEST(ValueProjection, KeepsNanToItsOwnHeadAndRow) {
-  on_each_backend([](Backend backend) {
+  on_each_projection_kernel([](const Execution& execution) {
     Projection p = filled({}, 6);
     p.out[(2 * p.heads + 1) * p.v_dim] = kNaN;
-    const Values out_v = forward(p, on(backend));
+    const Values out_v = forward(p, execution);
     for (std::int64_t i = 0; i < p.tokens * p.heads * p.head_dim; ++i)
       EXPECT_EQ(std::isnan(out_v[i]), i / p.head_dim == 2 * p.heads + 1) << i;
   });

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <span>
 
 #include <hwy/highway.h>
@@ -28,18 +29,23 @@ inline constexpr std::int64_t kKeyBlock = 128;
 /// Sizes of a query row q[t] [heads, dim] and of its dot products with keys.
 struct RowProductsPlan {
   std::int64_t heads, dim;
-  std::int64_t head_stride, row_stride;
-  std::int64_t kept_keys;  // number of keys whose products are kept at once
+  std::int64_t head_stride;
+  std::int64_t kept_keys;   // number of keys whose products are kept at once
+  bool with_pairs = false;  // pairs of bf16 are multiplied where none of their products is denormal
 
   explicit RowProductsPlan(const Tensor& q, std::int64_t max_kept = kKeyBlock)
       : heads(q.shape[1]),
         dim(q.shape[2]),
         head_stride(padded_stride(heads)),
-        row_stride(padded_stride(dim)),
         kept_keys(std::max(max_kept, kKeyBlock)) {}
+  template <class Element>
+  std::size_t operand_bytes() const {
+    const std::int64_t depth = elements_of<Element>(dim);
+    return Scratch::bytes<Element>(depth * head_stride) +
+           Scratch::bytes<Element>(kKeyBlock * padded_stride(depth));
+  }
   std::size_t bytes() const {
-    return Scratch::bytes<float>(dim * head_stride) + Scratch::bytes<float>(4 * row_stride) +
-           Scratch::bytes<float>(kKeyBlock * row_stride) +
+    return operand_bytes<float>() + (with_pairs ? operand_bytes<Bf16Pair>() : 0) +
            Scratch::bytes<float>(kept_keys * head_stride) + Scratch::bytes<float>(head_stride);
   }
 };
@@ -68,31 +74,64 @@ HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+/// A query row and a block of keys, in elements.
+template <class Element>
+struct RowOperands {
+  RowOperands(const RowProductsPlan& plan, Scratch& scratch)
+      : depth(elements_of<Element>(plan.dim)),
+        stride(padded_stride(depth)),
+        q(scratch.take<Element>(depth * plan.head_stride).data()),
+        keys(scratch.take<Element>(kKeyBlock * stride).data()) {}
+
+  /// Loads q^T of a row [heads, dim] if it is not there.
+  void load_q(const Tensor& row, std::int64_t head_stride) {
+    if (has_q) return;
+    transpose_rows(row, 0, row.shape[0], q, head_stride, keys);
+    has_q = true;
+  }
+
+  std::int64_t depth, stride;
+  Element* q;     // [depth, heads]
+  Element* keys;  // [kKeyBlock, depth], which serves as scratch of q before
+  bool has_q = false;
+};
+
 /// Computes q[t] . k for blocks of keys and keeps the products.
 class RowProducts {
  public:
   RowProducts(const RowProductsPlan& plan, Scratch& scratch)
       : plan_(plan),
-        q_(scratch.take<float>(plan.dim * plan.head_stride)),
-        transpose_scratch_(scratch.take<float>(4 * plan.row_stride)),
-        keys_(scratch.take<float>(kKeyBlock * plan.row_stride)),
+        floats_(plan, scratch),
         products_(scratch.take<float>(plan.kept_keys * plan.head_stride)),
-        per_head(scratch.take<float>(plan.head_stride)) {}
+        per_head(scratch.take<float>(plan.head_stride)) {
+    if (plan.with_pairs) pairs_.emplace(plan, scratch);
+  }
 
   void load(const Tensor& q, std::int64_t t) {
-    transpose_rows(slice(q, t), 0, plan_.heads, q_.data(), plan_.head_stride,
-                   transpose_scratch_.data());
+    row_ = slice(q, t);
+    floats_.has_q = false;
+    if (!pairs_) return;
+    pairs_->has_q = false;
+    pairs_->load_q(row_, plan_.head_stride);
+    least_q_ =
+        least_magnitude(pairs_->q, plan_.head_stride, pairs_->depth, padded_columns(plan_.heads));
   }
   /// Multiplies with the rows keys[i] of `k`. Padding heads give 0 if the key is finite.
   void multiply_gathered(const Tensor& k, const std::int32_t* keys, std::int64_t count) {
-    gather_rows(k, keys, count, keys_.data(), plan_.row_stride);
-    multiply_loaded(count, 0);
+    if constexpr (kMultipliesPairs) {
+      if (pairs_ && multiply_pairs(k, keys, count)) return;
+    }
+    floats_.load_q(row_, plan_.head_stride);
+    gather_rows(k, keys, count, floats_.keys, floats_.stride);
+    multiply_loaded(floats_, count, 0);
   }
-  /// Multiplies with the rows begin + i of `k`; the products are kept at index first_kept + i.
+  /// Multiplies floats with the rows begin + i of `k`; the products are kept at index
+  /// first_kept + i.
   void multiply_range(const Tensor& k, std::int64_t begin, std::int64_t count,
                       std::int64_t first_kept) {
-    widen_rows(k, begin, count, keys_.data(), plan_.row_stride);
-    multiply_loaded(count, first_kept);
+    floats_.load_q(row_, plan_.head_stride);
+    widen_rows(k, begin, count, floats_.keys, floats_.stride);
+    multiply_loaded(floats_, count, first_kept);
   }
   const RowProductsPlan& plan() const { return plan_; }
   std::int64_t heads() const { return plan_.heads; }
@@ -102,16 +141,27 @@ class RowProducts {
   }
 
  private:
-  void multiply_loaded(std::int64_t count, std::int64_t first_kept) {
-    multiply_blocked(KMajor{keys_.data(), plan_.row_stride}, count, q_.data(), plan_.head_stride,
-                     plan_.heads, plan_.dim, products_.data() + first_kept * plan_.head_stride,
+  /// Returns false, and has kept nothing, if denormals could occur.
+  bool multiply_pairs(const Tensor& k, const std::int32_t* keys, std::int64_t count) {
+    gather_rows(k, keys, count, pairs_->keys, pairs_->stride);
+    const float least_key = least_magnitude(pairs_->keys, pairs_->stride, count, pairs_->depth);
+    if (!have_normal_products(least_q_, least_key)) return false;
+    multiply_loaded(*pairs_, count, 0);
+    return true;
+  }
+  template <class Element>
+  void multiply_loaded(const RowOperands<Element>& of, std::int64_t count,
+                       std::int64_t first_kept) {
+    multiply_blocked(KMajor<Element>{of.keys, of.stride}, count, of.q, plan_.head_stride,
+                     plan_.heads, of.depth, products_.data() + first_kept * plan_.head_stride,
                      plan_.head_stride);
   }
   RowProductsPlan plan_;
-  std::span<float> q_;                  // [dim, heads]
-  std::span<float> transpose_scratch_;  // [4, dim]
-  std::span<float> keys_;               // [kKeyBlock, dim]
-  std::span<float> products_;           // [kept_keys, heads]
+  Tensor row_;                 // of q
+  RowOperands<float> floats_;  // q is loaded where it is multiplied
+  std::optional<RowOperands<Bf16Pair>> pairs_;
+  float least_q_ = 0;          // the least magnitude in q but 0
+  std::span<float> products_;  // [kept_keys, heads]
 
  public:
   std::span<float> per_head;  // set by the caller: one value per head, padded to whole vectors

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The indexer's target, and its KL divergence from the scores over the selected slots.
+//
+// Of index_target kernel `simd` multiplies floats. Kernel `avx512_bf16` multiplies pairs of bf16,
+// but floats for a row and a block of keys whose products could be denormal.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -9,6 +12,7 @@
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "core/view.h"
+#include "cpu/bf16_pairs.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
 
@@ -78,20 +82,41 @@ namespace winnow::cpu {
 HWY_EXPORT(target_row);
 HWY_EXPORT(loss_row);
 
-std::string why_not(const IndexTarget& args, const Execution& execution) {
-  if (args.q.dtype == DType::f64) return refusal::no_f64;
-  return over_limit(RowProductsPlan(args.q).bytes(), execution);
+namespace {
+
+RowProductsPlan plan_of(const IndexTarget& args, bool with_pairs) {
+  RowProductsPlan plan(args.q);
+  plan.with_pairs = with_pairs;
+  return plan;
 }
 
-std::size_t workspace_bytes(const IndexTarget& args, const Execution& execution) {
-  return all_lanes_bytes(execution, RowProductsPlan(args.q).bytes());
+/// Of a task; the same with and without pairs.
+std::size_t lane_bytes(const IndexTarget& args) {
+  return plan_of(args, may_have_pairs(args)).bytes();
 }
 
-void run(const IndexTarget& args, const Execution& execution) {
-  const RowProductsPlan plan(args.q);
-  parallel_for(execution, args.q.shape[0], plan.bytes(), [&](std::int64_t t, Scratch scratch) {
+void run_rows(const IndexTarget& args, bool with_pairs, const Execution& execution) {
+  const RowProductsPlan plan = plan_of(args, with_pairs);
+  parallel_for(execution, args.q.shape[0], lane_bytes(args), [&](std::int64_t t, Scratch scratch) {
     HWY_DYNAMIC_DISPATCH(target_row)(args, plan, t, scratch);
   });
+}
+
+}  // namespace
+
+std::string why_not(const IndexTarget& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  return over_limit(lane_bytes(args), execution);
+}
+std::string why_not_pairs(const IndexTarget& args) { return why_not_pairs_of(args.q.dtype); }
+
+std::size_t workspace_bytes(const IndexTarget& args, const Execution& execution) {
+  return all_lanes_bytes(execution, lane_bytes(args));
+}
+
+void run(const IndexTarget& args, const Execution& execution) { run_rows(args, false, execution); }
+void run_pairs(const IndexTarget& args, const Execution& execution) {
+  run_rows(args, true, execution);
 }
 
 std::string why_not(const IndexLoss& args, const Execution& execution) {

@@ -26,14 +26,14 @@ HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-/// Makes elements of one row of numbers: converts it to fp32, or copies pairs of bf16. The number
-/// of columns is a multiple of 2.
+/// Makes elements of one row of numbers: converts it to fp32, or copies pairs of bf16, of which the
+/// last one may hold a 0.
 inline void load_row(DType dtype, const void* from, float* to, std::int64_t columns) {
   widen_row(dtype, from, to, columns);
 }
 inline void load_row(DType, const void* from, Bf16Pair* to, std::int64_t columns) {
-  std::memcpy(to, from,
-              static_cast<std::size_t>(elements_of<Bf16Pair>(columns)) * sizeof(Bf16Pair));
+  if (columns % 2 != 0) to[columns / 2] = {};
+  std::memcpy(to, from, static_cast<std::size_t>(columns) * sizeof(BFloat16));
 }
 
 /// The same, padded with zeros.
@@ -153,6 +153,20 @@ inline void interleave_rows(const void* first, const void* second, std::int64_t 
     to[i].bits = numbers[0] | static_cast<std::uint32_t>(numbers[1]) << 16;
   }
   std::fill(to + columns, to + padded_columns(columns), Bf16Pair{});
+}
+
+/// Rows begin to begin + count of `tensor` [rows, columns] as the depth of an operand: of floats
+/// each is a row of `to`, of pairs two are.
+inline void load_depth(const Tensor& tensor, std::int64_t begin, std::int64_t count, float* to,
+                       std::int64_t stride) {
+  widen_rows(tensor, begin, count, to, stride);
+}
+inline void load_depth(const Tensor& tensor, std::int64_t begin, std::int64_t count, Bf16Pair* to,
+                       std::int64_t stride) {
+  for (std::int64_t i = 0; i < count; i += 2) {
+    const void* const second = i + 1 < count ? row_of(tensor, begin + i + 1) : nullptr;
+    interleave_rows(row_of(tensor, begin + i), second, tensor.shape[1], to + i / 2 * stride);
+  }
 }
 
 /// Pairs along the rows of `count` packed rows of bf16, of which the first `columns` are taken.

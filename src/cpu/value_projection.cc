@@ -1,13 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// The value projection: one dense product per head, in blocks of tokens that are converted to fp32
-// and stay in L2.
+// The value projection: one dense product per head, in blocks of tokens that are packed and stay in
+// L2.
+//
+// Kernel `simd` multiplies floats. Kernel `avx512_bf16` multiplies pairs of bf16, but floats where
+// denormals could occur: for rows of out_v and d_out, or for a block of tokens of d_w_v.
 #include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <numeric>
 
 #include "backend_operators.h"
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "core/view.h"
 #include "cpu/attention.h"
+#include "cpu/bf16_pairs.h"
+#include "cpu/elements.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
 
@@ -41,28 +50,43 @@ Projection sizes(const Args& args) {
   return {args.out.shape[0], args.w_v.shape[0], args.w_v.shape[1], args.w_v.shape[2]};
 }
 
+/// A matrix [rows, columns] of elements, its rows padded.
+template <class Element>
 std::size_t matrix_bytes(std::int64_t rows, std::int64_t columns) {
-  return Scratch::bytes<float>(rows * padded_stride(columns));
+  return Scratch::bytes<Element>(rows * padded_stride(columns));
 }
 
-float* take_matrix(Scratch& scratch, std::int64_t rows, std::int64_t columns) {
-  return scratch.take<float>(rows * padded_stride(columns)).data();
+template <class Element>
+Element* take_matrix(Scratch& scratch, std::int64_t rows, std::int64_t columns) {
+  return scratch.take<Element>(rows * padded_stride(columns)).data();
 }
+
+// Scratch of the three products: the two operands, of which pairs take half, and the sums.
 
 std::size_t project_bytes(const Projection& n) {
-  return matrix_bytes(kTokens, n.v_dim) + matrix_bytes(n.v_dim, kChannels) +
-         matrix_bytes(kTokens, kChannels);
+  return matrix_bytes<float>(kTokens, n.v_dim) + matrix_bytes<float>(n.v_dim, kChannels) +
+         matrix_bytes<float>(4, n.v_dim) + matrix_bytes<float>(kTokens, kChannels);
 }
 
 std::size_t output_gradient_bytes(const Projection& n) {
-  return matrix_bytes(kTokens, kChannels) + matrix_bytes(kChannels, n.v_dim) +
-         matrix_bytes(kTokens, n.v_dim);
+  return matrix_bytes<float>(kTokens, kChannels) + matrix_bytes<float>(kChannels, n.v_dim) +
+         matrix_bytes<float>(kTokens, n.v_dim);
 }
 
 std::size_t weight_gradient_bytes(const Projection& n) {
-  return matrix_bytes(kTokens, kGradientChannels) + matrix_bytes(kTokens, n.v_dim) +
-         matrix_bytes(kGradientChannels, n.v_dim);
+  return matrix_bytes<float>(kTokens, kGradientChannels) + matrix_bytes<float>(kTokens, n.v_dim) +
+         matrix_bytes<float>(kGradientChannels, n.v_dim);
 }
+
+/// Tokens of a block.
+struct Rows {
+  Rows(std::int64_t first, std::int64_t end) : count(end - first) {
+    std::iota(tokens.begin(), tokens.begin() + count, static_cast<std::int32_t>(first));
+  }
+
+  std::array<std::int32_t, kTokens> tokens;
+  std::int64_t count;
+};
 
 /// Channels [begin, begin + count) of head h of `tensor` [tokens, heads, dim], as [tokens, count].
 Tensor head_of(Tensor tensor, std::int64_t h, std::int64_t begin, std::int64_t count) {
@@ -82,72 +106,158 @@ HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 namespace {
 
-/// Computes out_v of head h for the block of tokens that begins at `token`.
-void project(const ValueProjectionForward& args, std::int64_t h, std::int64_t token,
-             Scratch scratch) {
-  const Projection n = sizes(args);
-  const std::int64_t tokens = std::min(kTokens, n.tokens - token);
-  const std::int64_t stride = padded_stride(n.v_dim);
-  const std::int64_t channel_stride = padded_stride(kChannels);
-  float* const out = take_matrix(scratch, kTokens, n.v_dim);      // [tokens, v_dim]
-  float* const w = take_matrix(scratch, n.v_dim, kChannels);      // [v_dim, channels]
-  float* const out_v = take_matrix(scratch, kTokens, kChannels);  // [tokens, channels]
-  widen_rows(head_of(args.out, h, 0, n.v_dim), token, tokens, out, stride);
-  for (std::int64_t begin = 0; begin < n.head_dim; begin += kChannels) {
-    const std::int64_t channels = std::min(kChannels, n.head_dim - begin);
-    // out_v serves as scratch until the product is written to it.
-    transpose_rows(slice(args.w_v, h), begin, channels, w, channel_stride, out_v);
-    multiply_blocked(KMajor{out, stride}, tokens, w, channel_stride, channels, n.v_dim, out_v,
-                     channel_stride);
-    const Tensor to = head_of(args.out_v, h, begin, channels);
-    for (std::int64_t i = 0; i < tokens; ++i) {
-      narrow_row(to.dtype, out_v + i * channel_stride, 1, row_of(to, token + i), channels);
+/// The least magnitudes but 0 of two operands, which tell for which rows products of pairs are
+/// right. Of floats all are.
+template <class Element>
+class LeastMagnitudes {
+ public:
+  LeastMagnitudes() { of_row_.fill(std::numeric_limits<float>::infinity()); }
+
+  void see_rows(const Element* rows, std::int64_t stride, std::int64_t count, std::int64_t depth) {
+    if constexpr (kArePairs) {
+      for (std::int64_t i = 0; i < count; ++i)
+        of_row_[i] = std::min(of_row_[i], least_magnitude(rows + i * stride, stride, 1, depth));
     }
   }
+  void see_weights(const Element* w, std::int64_t stride, std::int64_t depth,
+                   std::int64_t columns) {
+    if constexpr (kArePairs) of_w_ = std::min(of_w_, least_magnitude(w, stride, depth, columns));
+  }
+  /// Leaves the rows that floats must be multiplied for.
+  void keep_small(Rows& rows) const {
+    std::int64_t kept = 0;
+    for (std::int64_t i = 0; kArePairs && i < rows.count; ++i)
+      if (!have_normal_products(of_row_[i], of_w_)) rows.tokens[kept++] = rows.tokens[i];
+    rows.count = kept;
+  }
+
+ private:
+  static constexpr bool kArePairs = kElementDepth<Element> == 2;
+  std::array<float, kTokens> of_row_;
+  float of_w_ = std::numeric_limits<float>::infinity();
+};
+
+/// Computes out_v of head h for some rows, of which it leaves those that need floats.
+template <class Element>
+void project_rows(const ValueProjectionForward& args, std::int64_t h, Rows& rows, Scratch scratch) {
+  const Projection n = sizes(args);
+  const std::int64_t depth = elements_of<Element>(n.v_dim);
+  const std::int64_t stride = padded_stride(depth);
+  const std::int64_t channel_stride = padded_stride(kChannels);
+  auto* const out = take_matrix<Element>(scratch, kTokens, depth);      // [rows, depth]
+  auto* const w = take_matrix<Element>(scratch, depth, kChannels);      // [depth, channels]
+  auto* const four_channels = take_matrix<Element>(scratch, 4, depth);  // scratch
+  auto* const out_v = take_matrix<float>(scratch, kTokens, kChannels);  // [rows, channels]
+  LeastMagnitudes<Element> least;
+  gather_rows(head_of(args.out, h, 0, n.v_dim), rows.tokens.data(), rows.count, out, stride);
+  least.see_rows(out, stride, rows.count, depth);
+  for (std::int64_t begin = 0; begin < n.head_dim; begin += kChannels) {
+    const std::int64_t channels = std::min(kChannels, n.head_dim - begin);
+    transpose_rows(slice(args.w_v, h), begin, channels, w, channel_stride, four_channels);
+    least.see_weights(w, channel_stride, depth, padded_columns(channels));
+    multiply_blocked(KMajor<Element>{out, stride}, rows.count, w, channel_stride, channels, depth,
+                     out_v, channel_stride);
+    const Tensor to = head_of(args.out_v, h, begin, channels);
+    for (std::int64_t i = 0; i < rows.count; ++i) {
+      narrow_row(to.dtype, out_v + i * channel_stride, 1, row_of(to, rows.tokens[i]), channels);
+    }
+  }
+  least.keep_small(rows);
+}
+
+/// Computes d_out of head h for some rows, of which it leaves those that need floats.
+template <class Element>
+void output_gradient_rows(const ValueProjectionBackward& args, std::int64_t h, Rows& rows,
+                          Scratch scratch) {
+  const Projection n = sizes(args);
+  const std::int64_t stride = padded_stride(elements_of<Element>(kChannels));
+  const std::int64_t v_stride = padded_stride(n.v_dim);
+  auto* const d_out_v =  // [rows, depth]
+      take_matrix<Element>(scratch, kTokens, elements_of<Element>(kChannels));
+  auto* const w =  // [depth, v_dim]
+      take_matrix<Element>(scratch, elements_of<Element>(kChannels), n.v_dim);
+  auto* const d_out = take_matrix<float>(scratch, kTokens, n.v_dim);  // [rows, v_dim]
+  LeastMagnitudes<Element> least;
+  for (std::int64_t begin = 0; begin < n.head_dim; begin += kChannels) {
+    const std::int64_t channels = std::min(kChannels, n.head_dim - begin);
+    const std::int64_t depth = elements_of<Element>(channels);
+    gather_rows(head_of(args.d_out_v, h, begin, channels), rows.tokens.data(), rows.count, d_out_v,
+                stride);
+    load_depth(slice(args.w_v, h), begin, channels, w, v_stride);
+    least.see_rows(d_out_v, stride, rows.count, depth);
+    least.see_weights(w, v_stride, depth, n.v_dim);
+    multiply_blocked(KMajor<Element>{d_out_v, stride}, rows.count, w, v_stride, n.v_dim, depth,
+                     d_out, v_stride, begin > 0);
+  }
+  for (std::int64_t i = 0; i < rows.count; ++i) {
+    narrow_row(args.d_out.dtype, d_out + i * v_stride, 1, row_of(args.d_out, rows.tokens[i], h),
+               n.v_dim);
+  }
+  least.keep_small(rows);
+}
+
+/// Adds a block of tokens to d_w [channels, v_dim] of some channels of head h. Returns false, and
+/// has added nothing, if denormals could occur in products of pairs.
+template <class Element>
+bool add_to_weights(const ValueProjectionBackward& args, std::int64_t h, HeadRange channels,
+                    const Rows& rows, float* d_w, Scratch scratch) {
+  const Projection n = sizes(args);
+  const std::int64_t stride = padded_stride(n.v_dim);
+  const std::int64_t channel_stride = padded_stride(kGradientChannels);
+  const std::int64_t depth = elements_of<Element>(rows.count);
+  auto* const d_out_v =
+      take_matrix<Element>(scratch, depth, kGradientChannels);      // [depth, channels]
+  auto* const out = take_matrix<Element>(scratch, depth, n.v_dim);  // [depth, v_dim]
+  load_depth(head_of(args.d_out_v, h, channels.begin, channels.count), rows.tokens[0], rows.count,
+             d_out_v, channel_stride);
+  load_depth(head_of(args.out, h, 0, n.v_dim), rows.tokens[0], rows.count, out, stride);
+  if constexpr (kElementDepth<Element> == 2) {
+    if (!have_normal_products(least_magnitude(d_out_v, channel_stride, depth, channels.count),
+                              least_magnitude(out, stride, depth, n.v_dim)))
+      return false;
+  }
+  multiply_blocked(MnMajor<Element>{d_out_v, channel_stride}, channels.count, out, stride, n.v_dim,
+                   depth, d_w, stride, true);
+  return true;
+}
+
+/// Computes out_v of head h for the block of tokens that begins at `token`.
+void project(const ValueProjectionForward& args, bool with_pairs, std::int64_t h,
+             std::int64_t token, Scratch scratch) {
+  Rows rows(token, std::min(token + kTokens, sizes(args).tokens));
+  if constexpr (kMultipliesPairs) {
+    if (with_pairs) project_rows<Bf16Pair>(args, h, rows, scratch);
+  }
+  if (rows.count > 0) project_rows<float>(args, h, rows, scratch);
 }
 
 /// Computes d_out of head h for the block of tokens that begins at `token`.
-void output_gradient(const ValueProjectionBackward& args, std::int64_t h, std::int64_t token,
-                     Scratch scratch) {
-  const Projection n = sizes(args);
-  const std::int64_t tokens = std::min(kTokens, n.tokens - token);
-  const std::int64_t stride = padded_stride(n.v_dim);
-  const std::int64_t channel_stride = padded_stride(kChannels);
-  float* const d_out_v = take_matrix(scratch, kTokens, kChannels);  // [tokens, channels]
-  float* const w = take_matrix(scratch, kChannels, n.v_dim);        // [channels, v_dim]
-  float* const d_out = take_matrix(scratch, kTokens, n.v_dim);      // [tokens, v_dim]
-  for (std::int64_t begin = 0; begin < n.head_dim; begin += kChannels) {
-    const std::int64_t channels = std::min(kChannels, n.head_dim - begin);
-    widen_rows(head_of(args.d_out_v, h, begin, channels), token, tokens, d_out_v, channel_stride);
-    widen_rows(slice(args.w_v, h), begin, channels, w, stride);
-    multiply_blocked(KMajor{d_out_v, channel_stride}, tokens, w, stride, n.v_dim, channels, d_out,
-                     stride, begin > 0);
+void output_gradient(const ValueProjectionBackward& args, bool with_pairs, std::int64_t h,
+                     std::int64_t token, Scratch scratch) {
+  Rows rows(token, std::min(token + kTokens, sizes(args).tokens));
+  if constexpr (kMultipliesPairs) {
+    if (with_pairs) output_gradient_rows<Bf16Pair>(args, h, rows, scratch);
   }
-  for (std::int64_t i = 0; i < tokens; ++i) {
-    narrow_row(args.d_out.dtype, d_out + i * stride, 1, row_of(args.d_out, token + i, h), n.v_dim);
-  }
+  if (rows.count > 0) output_gradient_rows<float>(args, h, rows, scratch);
 }
 
 /// Computes d_w_v of head h for the block of channels at `begin`, summed over all tokens in order.
-void weight_gradient(const ValueProjectionBackward& args, std::int64_t h, std::int64_t begin,
-                     Scratch scratch) {
+void weight_gradient(const ValueProjectionBackward& args, bool with_pairs, std::int64_t h,
+                     std::int64_t begin, Scratch scratch) {
   const Projection n = sizes(args);
-  const std::int64_t channels = std::min(kGradientChannels, n.head_dim - begin);
+  const HeadRange channels = {begin, std::min(kGradientChannels, n.head_dim - begin)};
   const std::int64_t stride = padded_stride(n.v_dim);
-  const std::int64_t channel_stride = padded_stride(kGradientChannels);
-  float* const d_out_v = take_matrix(scratch, kTokens, kGradientChannels);  // [tokens, channels]
-  float* const out = take_matrix(scratch, kTokens, n.v_dim);                // [tokens, v_dim]
-  float* const d_w = take_matrix(scratch, kGradientChannels, n.v_dim);      // [channels, v_dim]
+  auto* const d_w = take_matrix<float>(scratch, kGradientChannels, n.v_dim);  // [channels, v_dim]
   const bool is_added_to = args.d_w_v.dtype == DType::f32;
-  std::fill_n(d_w, channels * stride, 0.0f);
+  std::fill_n(d_w, channels.count * stride, 0.0f);
   for (std::int64_t token = 0; token < n.tokens; token += kTokens) {
-    const std::int64_t tokens = std::min(kTokens, n.tokens - token);
-    widen_rows(head_of(args.d_out_v, h, begin, channels), token, tokens, d_out_v, channel_stride);
-    widen_rows(head_of(args.out, h, 0, n.v_dim), token, tokens, out, stride);
-    multiply_blocked(MnMajor{d_out_v, channel_stride}, channels, out, stride, n.v_dim, tokens, d_w,
-                     stride, true);
+    const Rows rows(token, std::min(token + kTokens, n.tokens));
+    bool is_added = false;
+    if constexpr (kMultipliesPairs)
+      is_added = with_pairs && add_to_weights<Bf16Pair>(args, h, channels, rows, d_w, scratch);
+    if (!is_added) add_to_weights<float>(args, h, channels, rows, d_w, scratch);
   }
-  for (std::int64_t i = 0; i < channels; ++i) {
+  for (std::int64_t i = 0; i < channels.count; ++i) {
     float* const sum = d_w + i * stride;
     void* const to = row_of(args.d_w_v, h, begin + i);
     if (is_added_to) {
@@ -176,6 +286,34 @@ std::size_t lane_bytes(const ValueProjectionBackward& args) {
   return std::max(output_gradient_bytes(sizes(args)), weight_gradient_bytes(sizes(args)));
 }
 
+void run_projection(const ValueProjectionForward& args, bool with_pairs,
+                    const Execution& execution) {
+  const Projection n = sizes(args);
+  const auto project_on_target = HWY_DYNAMIC_DISPATCH(project);
+  parallel_for(execution, n.heads * n.token_blocks(), lane_bytes(args),
+               [&](std::int64_t i, Scratch scratch) {
+                 project_on_target(args, with_pairs, i / n.token_blocks(),
+                                   i % n.token_blocks() * kTokens, scratch);
+               });
+}
+
+void run_gradients(const ValueProjectionBackward& args, bool with_pairs,
+                   const Execution& execution) {
+  const Projection n = sizes(args);
+  const auto output_gradient_on_target = HWY_DYNAMIC_DISPATCH(output_gradient);
+  const auto weight_gradient_on_target = HWY_DYNAMIC_DISPATCH(weight_gradient);
+  parallel_for(execution, n.heads * n.token_blocks(), lane_bytes(args),
+               [&](std::int64_t i, Scratch scratch) {
+                 output_gradient_on_target(args, with_pairs, i / n.token_blocks(),
+                                           i % n.token_blocks() * kTokens, scratch);
+               });
+  parallel_for(execution, n.heads * n.gradient_blocks(), lane_bytes(args),
+               [&](std::int64_t i, Scratch scratch) {
+                 weight_gradient_on_target(args, with_pairs, i / n.gradient_blocks(),
+                                           i % n.gradient_blocks() * kGradientChannels, scratch);
+               });
+}
+
 template <class Args>
 std::string why_not_lane(const Args& args, const Execution& execution) {
   if (args.out.dtype == DType::f64) return refusal::no_f64;
@@ -190,6 +328,12 @@ std::string why_not(const ValueProjectionForward& args, const Execution& executi
 std::string why_not(const ValueProjectionBackward& args, const Execution& execution) {
   return why_not_lane(args, execution);
 }
+std::string why_not_pairs(const ValueProjectionForward& args) {
+  return why_not_pairs_of(args.out.dtype);
+}
+std::string why_not_pairs(const ValueProjectionBackward& args) {
+  return why_not_pairs_of(args.out.dtype);
+}
 std::size_t workspace_bytes(const ValueProjectionForward& args, const Execution& execution) {
   return all_lanes_bytes(execution, lane_bytes(args));
 }
@@ -198,29 +342,16 @@ std::size_t workspace_bytes(const ValueProjectionBackward& args, const Execution
 }
 
 void run(const ValueProjectionForward& args, const Execution& execution) {
-  const Projection n = sizes(args);
-  const auto project_on_target = HWY_DYNAMIC_DISPATCH(project);
-  parallel_for(execution, n.heads * n.token_blocks(), lane_bytes(args),
-               [&](std::int64_t i, Scratch scratch) {
-                 project_on_target(args, i / n.token_blocks(), i % n.token_blocks() * kTokens,
-                                   scratch);
-               });
+  run_projection(args, false, execution);
 }
-
 void run(const ValueProjectionBackward& args, const Execution& execution) {
-  const Projection n = sizes(args);
-  const auto output_gradient_on_target = HWY_DYNAMIC_DISPATCH(output_gradient);
-  const auto weight_gradient_on_target = HWY_DYNAMIC_DISPATCH(weight_gradient);
-  parallel_for(execution, n.heads * n.token_blocks(), lane_bytes(args),
-               [&](std::int64_t i, Scratch scratch) {
-                 output_gradient_on_target(args, i / n.token_blocks(),
-                                           i % n.token_blocks() * kTokens, scratch);
-               });
-  parallel_for(execution, n.heads * n.gradient_blocks(), lane_bytes(args),
-               [&](std::int64_t i, Scratch scratch) {
-                 weight_gradient_on_target(args, i / n.gradient_blocks(),
-                                           i % n.gradient_blocks() * kGradientChannels, scratch);
-               });
+  run_gradients(args, false, execution);
+}
+void run_pairs(const ValueProjectionForward& args, const Execution& execution) {
+  run_projection(args, true, execution);
+}
+void run_pairs(const ValueProjectionBackward& args, const Execution& execution) {
+  run_gradients(args, true, execution);
 }
 
 }  // namespace winnow::cpu
