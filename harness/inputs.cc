@@ -106,12 +106,15 @@ std::vector<std::int32_t> drawn_lists(const Case& c, std::uint64_t seed, std::in
   return indices;
 }
 
-/// Selected ones; every slice of a batch is a document of its own.
+/// Selected ones; every slice of a batch is a document of its own. Rows and pools together count as
+/// one sequence.
 std::vector<std::int32_t> lists_of_slices(const Case& c, std::uint64_t seed, std::int64_t rows,
                                           std::int64_t keys, std::int64_t topk) {
   std::vector<std::int32_t> indices;
   for (std::int64_t first = 0; first < rows; first += c.tokens) {
-    const std::vector<std::int32_t> lists = selected_lists(seed + first, c.tokens, keys, topk);
+    const std::int64_t ratio = keys < c.keys() ? c.ratio : 1;  // of pools alone
+    const std::vector<std::int32_t> lists =
+        selected_lists(seed + first, c.tokens, keys, topk, ratio);
     indices.insert(indices.end(), lists.begin(), lists.end());
   }
   return indices;

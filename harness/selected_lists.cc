@@ -15,7 +15,7 @@ constexpr std::int64_t kDim = 64;
 constexpr double kMemory = 300;  // rows after which a key has forgotten most
 constexpr double kNoise = 0.3;   // of queries
 
-/// So few bits that scores are exact, and lists the same on every machine.
+/// So few bits that scores are exact, whatever order they are summed in.
 float rounded(double value) { return static_cast<float>(std::nearbyint(value * 32) / 32); }
 
 /// [keys, kDim] of unit variance that forget exponentially.
@@ -39,7 +39,7 @@ std::vector<float> smooth_keys(std::uint64_t seed, std::int64_t keys) {
 }  // namespace
 
 std::vector<std::int32_t> selected_lists(std::uint64_t seed, std::int64_t rows, std::int64_t keys,
-                                         std::int64_t topk) {
+                                         std::int64_t topk, std::int64_t ratio) {
   std::vector<std::int32_t> indices(static_cast<std::size_t>(rows * topk), -1);
   if (rows == 0 || keys == 0) return indices;
   std::vector<float> k = smooth_keys(seed, keys);
@@ -47,7 +47,7 @@ std::vector<std::int32_t> selected_lists(std::uint64_t seed, std::int64_t rows, 
   std::vector<float> q;
   std::vector<std::int32_t> begin(static_cast<std::size_t>(rows), 0), end;
   for (std::int64_t t = 0; t < rows; ++t) {
-    const std::int64_t own_key = std::max<std::int64_t>(keys - rows + t, 0);
+    const std::int64_t own_key = std::max<std::int64_t>(keys - 1 - (rows - 1 - t) / ratio, 0);
     for (std::int64_t d = 0; d < kDim; ++d)
       q.push_back(rounded(k[own_key * kDim + d] + kNoise * noise.normal(t * kDim + d)));
     end.push_back(static_cast<std::int32_t>(own_key + 1));

@@ -101,6 +101,26 @@ TEST(SmallNumbers, MakeTheTargetsThatTheyShould) {
   });
 }
 
+TEST(SmallNumbers, OfSomeKeysLeaveTheTargetsOfTheOthers) {
+  on_each_kernel("index_target", [](const Execution& execution) {
+    Attention a = filled(Attention{.tokens = 3, .keys = 500, .topk = 450}, 74);
+    // In ascending order some blocks of slots hold small keys, and others do not.
+    for (std::int64_t t = 0; t < a.tokens; ++t) {
+      const auto list = a.indices.begin() + t * a.topk;
+      std::sort(list, list + a.topk);
+    }
+    for (std::int64_t s = 0; s < a.keys; ++s)
+      for (std::int64_t d = 0; d < a.qk_dim; ++d)
+        a.kv[s * a.qk_dim + d] = std::ldexp(a.kv[s * a.qk_dim + d], s / 130 == 1 ? -130 : -60);
+    scale_rows(a.q, a.qk_dim, 0, 1, 60);
+    const Attention small = stored(a);
+    const Values lse = as_stored(DType::f32, plain_attention(small).lse);
+    EXPECT_TRUE(ok(compare("target", target_of(small, lse, execution),
+                           target_of(small, lse, on(Backend::reference)),
+                           harness::target_limit(small.dtype))));
+  });
+}
+
 TEST(SmallNumbers, ValuesMayBeSmallerThanTheirProbabilitiesCanScale) {
   // Many terms of the output are denormal, their sum is not.
   on_each_kernel_in_bf16(2, [](const Execution& execution, const Attention& whole) {

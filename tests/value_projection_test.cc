@@ -262,6 +262,15 @@ TEST(ValueProjection, DenormalsCountInAllRowsOrInSome) {
   });
 }
 
+TEST(ValueProjection, DenormalsOfSomeTokensLeaveDWOfTheOthers) {
+  on_each_projection_kernel([](const Execution& execution) {
+    Projection p = filled({.tokens = 400}, 12);
+    for (std::int64_t i = 0; i < 192 * p.heads * p.v_dim; ++i)
+      p.out[i] = std::ldexp(p.out[i], -130);
+    expect_exact(p, plain(p), execution);
+  });
+}
+
 TEST(ValueProjection, RowsBesideDenormalsAreThoseOfTheRowAlone) {
   on_each_projection_kernel([](const Execution& execution) {
     Projection p = with_normals({.tokens = 200, .heads = 2, .head_dim = 130, .v_dim = 64}, 11);

@@ -107,6 +107,7 @@ class RowProducts {
     if (plan.with_pairs) pairs_.emplace(plan, scratch);
   }
 
+  /// The row stays in use until the next one is loaded.
   void load(const Tensor& q, std::int64_t t) {
     row_ = slice(q, t);
     floats_.has_q = false;
@@ -158,7 +159,7 @@ class RowProducts {
   }
   RowProductsPlan plan_;
   Tensor row_;                 // of q
-  RowOperands<float> floats_;  // q is loaded where it is multiplied
+  RowOperands<float> floats_;  // q is loaded only if they are multiplied
   std::optional<RowOperands<Bf16Pair>> pairs_;
   float least_q_ = 0;          // the least magnitude in q but 0
   std::span<float> products_;  // [kept_keys, heads]

@@ -106,12 +106,8 @@ void transpose_four(const Element* rows, std::int64_t row_stride, std::int64_t c
 #endif
 }
 
-/// Number of elements of scratch that transpose_rows needs.
-inline constexpr std::int64_t transpose_scratch(std::int64_t columns) {
-  return 4 * padded_stride(columns);
-}
-
-/// to[column, i] = tensor[begin + i, column]. The number of columns of `to` is a multiple of 4.
+/// to[column, i] = tensor[begin + i, column]. The elements of a row are a multiple of 4, and four
+/// padded rows fit into `scratch`.
 template <class Element>
 void transpose_rows(const Tensor& tensor, std::int64_t begin, std::int64_t count, Element* to,
                     std::int64_t stride, Element* scratch) {

@@ -26,7 +26,7 @@ inline constexpr std::int64_t padded_columns(std::int64_t columns) {
   return (columns + kColumnPadding - 1) / kColumnPadding * kColumnPadding;
 }
 
-/// Row stride of a padded matrix in floats: an odd number of cache lines, so that the rows of a
+/// Row stride of a padded matrix in elements: an odd number of cache lines, so that the rows of a
 /// column do not map to a few sets of the cache.
 inline constexpr std::int64_t padded_stride(std::int64_t columns) {
   return padded_columns(columns) + 16;

@@ -6,7 +6,6 @@
 // denormals could occur: for rows of out_v and d_out, or for a block of tokens of d_w_v.
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <limits>
 #include <numeric>
 
@@ -78,22 +77,25 @@ std::size_t weight_gradient_bytes(const Projection& n) {
          matrix_bytes<float>(kGradientChannels, n.v_dim);
 }
 
-/// Tokens of a block.
+/// Rows of a block of tokens, counted from its first one.
 struct Rows {
-  Rows(std::int64_t first, std::int64_t end) : count(end - first) {
-    std::iota(tokens.begin(), tokens.begin() + count, static_cast<std::int32_t>(first));
+  explicit Rows(std::int64_t count) : count(count) {
+    std::iota(numbers.begin(), numbers.begin() + count, 0);
   }
 
-  std::array<std::int32_t, kTokens> tokens;
+  std::array<std::int32_t, kTokens> numbers;
   std::int64_t count;
 };
 
-/// Channels [begin, begin + count) of head h of `tensor` [tokens, heads, dim], as [tokens, count].
-Tensor head_of(Tensor tensor, std::int64_t h, std::int64_t begin, std::int64_t count) {
-  tensor.data = static_cast<char*>(tensor.data) +
-                (h * tensor.stride[1] + begin) * element_bytes(tensor.dtype);
+/// Channels [begin, begin + count) of head h of `tensor` [tokens, heads, dim] from `token` on, as
+/// [tokens, count].
+Tensor head_of(Tensor tensor, std::int64_t token, std::int64_t h, std::int64_t begin,
+               std::int64_t count) {
+  tensor.data =
+      static_cast<char*>(tensor.data) +
+      (token * tensor.stride[0] + h * tensor.stride[1] + begin) * element_bytes(tensor.dtype);
   tensor.rank = 2;
-  tensor.shape = {tensor.shape[0], count};
+  tensor.shape = {tensor.shape[0] - token, count};
   tensor.stride = {tensor.stride[0], 1};
   return tensor;
 }
@@ -124,10 +126,12 @@ class LeastMagnitudes {
     if constexpr (kArePairs) of_w_ = std::min(of_w_, least_magnitude(w, stride, depth, columns));
   }
   /// Leaves the rows that floats must be multiplied for.
-  void keep_small(Rows& rows) const {
+  void keep_rows_for_floats(Rows& rows) const {
     std::int64_t kept = 0;
-    for (std::int64_t i = 0; kArePairs && i < rows.count; ++i)
-      if (!have_normal_products(of_row_[i], of_w_)) rows.tokens[kept++] = rows.tokens[i];
+    if constexpr (kArePairs) {
+      for (std::int64_t i = 0; i < rows.count; ++i)
+        if (!have_normal_products(of_row_[i], of_w_)) rows.numbers[kept++] = rows.numbers[i];
+    }
     rows.count = kept;
   }
 
@@ -137,19 +141,22 @@ class LeastMagnitudes {
   float of_w_ = std::numeric_limits<float>::infinity();
 };
 
-/// Computes out_v of head h for some rows, of which it leaves those that need floats.
+/// Computes out_v of head h for some rows of the block at `token`, of which it leaves those that
+/// need floats.
 template <class Element>
-void project_rows(const ValueProjectionForward& args, std::int64_t h, Rows& rows, Scratch scratch) {
+void project_rows(const ValueProjectionForward& args, std::int64_t h, std::int64_t token,
+                  Rows& rows, Scratch scratch) {
   const Projection n = sizes(args);
   const std::int64_t depth = elements_of<Element>(n.v_dim);
   const std::int64_t stride = padded_stride(depth);
   const std::int64_t channel_stride = padded_stride(kChannels);
-  auto* const out = take_matrix<Element>(scratch, kTokens, depth);      // [rows, depth]
-  auto* const w = take_matrix<Element>(scratch, depth, kChannels);      // [depth, channels]
-  auto* const four_channels = take_matrix<Element>(scratch, 4, depth);  // scratch
+  auto* const out = take_matrix<Element>(scratch, kTokens, depth);  // [rows, depth]
+  auto* const w = take_matrix<Element>(scratch, depth, kChannels);  // [depth, channels]
+  auto* const four_channels = take_matrix<Element>(scratch, 4, depth);
   auto* const out_v = take_matrix<float>(scratch, kTokens, kChannels);  // [rows, channels]
   LeastMagnitudes<Element> least;
-  gather_rows(head_of(args.out, h, 0, n.v_dim), rows.tokens.data(), rows.count, out, stride);
+  gather_rows(head_of(args.out, token, h, 0, n.v_dim), rows.numbers.data(), rows.count, out,
+              stride);
   least.see_rows(out, stride, rows.count, depth);
   for (std::int64_t begin = 0; begin < n.head_dim; begin += kChannels) {
     const std::int64_t channels = std::min(kChannels, n.head_dim - begin);
@@ -157,18 +164,19 @@ void project_rows(const ValueProjectionForward& args, std::int64_t h, Rows& rows
     least.see_weights(w, channel_stride, depth, padded_columns(channels));
     multiply_blocked(KMajor<Element>{out, stride}, rows.count, w, channel_stride, channels, depth,
                      out_v, channel_stride);
-    const Tensor to = head_of(args.out_v, h, begin, channels);
+    const Tensor to = head_of(args.out_v, token, h, begin, channels);
     for (std::int64_t i = 0; i < rows.count; ++i) {
-      narrow_row(to.dtype, out_v + i * channel_stride, 1, row_of(to, rows.tokens[i]), channels);
+      narrow_row(to.dtype, out_v + i * channel_stride, 1, row_of(to, rows.numbers[i]), channels);
     }
   }
-  least.keep_small(rows);
+  least.keep_rows_for_floats(rows);
 }
 
-/// Computes d_out of head h for some rows, of which it leaves those that need floats.
+/// Computes d_out of head h for some rows of the block at `token`, of which it leaves those that
+/// need floats.
 template <class Element>
-void output_gradient_rows(const ValueProjectionBackward& args, std::int64_t h, Rows& rows,
-                          Scratch scratch) {
+void output_gradient_rows(const ValueProjectionBackward& args, std::int64_t h, std::int64_t token,
+                          Rows& rows, Scratch scratch) {
   const Projection n = sizes(args);
   const std::int64_t stride = padded_stride(elements_of<Element>(kChannels));
   const std::int64_t v_stride = padded_stride(n.v_dim);
@@ -181,8 +189,8 @@ void output_gradient_rows(const ValueProjectionBackward& args, std::int64_t h, R
   for (std::int64_t begin = 0; begin < n.head_dim; begin += kChannels) {
     const std::int64_t channels = std::min(kChannels, n.head_dim - begin);
     const std::int64_t depth = elements_of<Element>(channels);
-    gather_rows(head_of(args.d_out_v, h, begin, channels), rows.tokens.data(), rows.count, d_out_v,
-                stride);
+    gather_rows(head_of(args.d_out_v, token, h, begin, channels), rows.numbers.data(), rows.count,
+                d_out_v, stride);
     load_depth(slice(args.w_v, h), begin, channels, w, v_stride);
     least.see_rows(d_out_v, stride, rows.count, depth);
     least.see_weights(w, v_stride, depth, n.v_dim);
@@ -190,27 +198,27 @@ void output_gradient_rows(const ValueProjectionBackward& args, std::int64_t h, R
                      d_out, v_stride, begin > 0);
   }
   for (std::int64_t i = 0; i < rows.count; ++i) {
-    narrow_row(args.d_out.dtype, d_out + i * v_stride, 1, row_of(args.d_out, rows.tokens[i], h),
-               n.v_dim);
+    narrow_row(args.d_out.dtype, d_out + i * v_stride, 1,
+               row_of(args.d_out, token + rows.numbers[i], h), n.v_dim);
   }
-  least.keep_small(rows);
+  least.keep_rows_for_floats(rows);
 }
 
 /// Adds a block of tokens to d_w [channels, v_dim] of some channels of head h. Returns false, and
 /// has added nothing, if denormals could occur in products of pairs.
 template <class Element>
 bool add_to_weights(const ValueProjectionBackward& args, std::int64_t h, HeadRange channels,
-                    const Rows& rows, float* d_w, Scratch scratch) {
+                    std::int64_t token, std::int64_t tokens, float* d_w, Scratch scratch) {
   const Projection n = sizes(args);
   const std::int64_t stride = padded_stride(n.v_dim);
   const std::int64_t channel_stride = padded_stride(kGradientChannels);
-  const std::int64_t depth = elements_of<Element>(rows.count);
+  const std::int64_t depth = elements_of<Element>(tokens);
   auto* const d_out_v =
       take_matrix<Element>(scratch, depth, kGradientChannels);      // [depth, channels]
   auto* const out = take_matrix<Element>(scratch, depth, n.v_dim);  // [depth, v_dim]
-  load_depth(head_of(args.d_out_v, h, channels.begin, channels.count), rows.tokens[0], rows.count,
-             d_out_v, channel_stride);
-  load_depth(head_of(args.out, h, 0, n.v_dim), rows.tokens[0], rows.count, out, stride);
+  load_depth(head_of(args.d_out_v, token, h, channels.begin, channels.count), 0, tokens, d_out_v,
+             channel_stride);
+  load_depth(head_of(args.out, token, h, 0, n.v_dim), 0, tokens, out, stride);
   if constexpr (kElementDepth<Element> == 2) {
     if (!have_normal_products(least_magnitude(d_out_v, channel_stride, depth, channels.count),
                               least_magnitude(out, stride, depth, n.v_dim)))
@@ -224,21 +232,21 @@ bool add_to_weights(const ValueProjectionBackward& args, std::int64_t h, HeadRan
 /// Computes out_v of head h for the block of tokens that begins at `token`.
 void project(const ValueProjectionForward& args, bool with_pairs, std::int64_t h,
              std::int64_t token, Scratch scratch) {
-  Rows rows(token, std::min(token + kTokens, sizes(args).tokens));
+  Rows rows(std::min(kTokens, sizes(args).tokens - token));
   if constexpr (kMultipliesPairs) {
-    if (with_pairs) project_rows<Bf16Pair>(args, h, rows, scratch);
+    if (with_pairs) project_rows<Bf16Pair>(args, h, token, rows, scratch);
   }
-  if (rows.count > 0) project_rows<float>(args, h, rows, scratch);
+  if (rows.count > 0) project_rows<float>(args, h, token, rows, scratch);
 }
 
 /// Computes d_out of head h for the block of tokens that begins at `token`.
 void output_gradient(const ValueProjectionBackward& args, bool with_pairs, std::int64_t h,
                      std::int64_t token, Scratch scratch) {
-  Rows rows(token, std::min(token + kTokens, sizes(args).tokens));
+  Rows rows(std::min(kTokens, sizes(args).tokens - token));
   if constexpr (kMultipliesPairs) {
-    if (with_pairs) output_gradient_rows<Bf16Pair>(args, h, rows, scratch);
+    if (with_pairs) output_gradient_rows<Bf16Pair>(args, h, token, rows, scratch);
   }
-  if (rows.count > 0) output_gradient_rows<float>(args, h, rows, scratch);
+  if (rows.count > 0) output_gradient_rows<float>(args, h, token, rows, scratch);
 }
 
 /// Computes d_w_v of head h for the block of channels at `begin`, summed over all tokens in order.
@@ -251,11 +259,13 @@ void weight_gradient(const ValueProjectionBackward& args, bool with_pairs, std::
   const bool is_added_to = args.d_w_v.dtype == DType::f32;
   std::fill_n(d_w, channels.count * stride, 0.0f);
   for (std::int64_t token = 0; token < n.tokens; token += kTokens) {
-    const Rows rows(token, std::min(token + kTokens, n.tokens));
+    const std::int64_t tokens = std::min(kTokens, n.tokens - token);
     bool is_added = false;
-    if constexpr (kMultipliesPairs)
-      is_added = with_pairs && add_to_weights<Bf16Pair>(args, h, channels, rows, d_w, scratch);
-    if (!is_added) add_to_weights<float>(args, h, channels, rows, d_w, scratch);
+    if constexpr (kMultipliesPairs) {
+      is_added =
+          with_pairs && add_to_weights<Bf16Pair>(args, h, channels, token, tokens, d_w, scratch);
+    }
+    if (!is_added) add_to_weights<float>(args, h, channels, token, tokens, d_w, scratch);
   }
   for (std::int64_t i = 0; i < channels.count; ++i) {
     float* const sum = d_w + i * stride;
