@@ -2,6 +2,7 @@
 // Dot products of one query row with blocks of keys, vectorised over the heads; for the indexer's
 // target and its warm-up loss. Included once per SIMD target.
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -38,15 +39,14 @@ struct RowProductsPlan {
         dim(q.shape[2]),
         head_stride(padded_stride(heads)),
         kept_keys(std::max(max_kept, kKeyBlock)) {}
-  template <class Element>
+  /// Of operands of floats; those of pairs take no more.
   std::size_t operand_bytes() const {
-    const std::int64_t depth = elements_of<Element>(dim);
-    return Scratch::bytes<Element>(depth * head_stride) +
-           Scratch::bytes<Element>(kKeyBlock * padded_stride(depth));
+    return Scratch::bytes<float>(dim * head_stride) +
+           Scratch::bytes<float>(kKeyBlock * padded_stride(dim));
   }
   std::size_t bytes() const {
-    return operand_bytes<float>() + (with_pairs ? operand_bytes<Bf16Pair>() : 0) +
-           Scratch::bytes<float>(kept_keys * head_stride) + Scratch::bytes<float>(head_stride);
+    return operand_bytes() + Scratch::bytes<float>(kept_keys * head_stride) +
+           Scratch::bytes<float>(head_stride);
   }
 };
 
@@ -77,7 +77,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 /// A query row and a block of keys, in elements.
 template <class Element>
 struct RowOperands {
-  RowOperands(const RowProductsPlan& plan, Scratch& scratch)
+  RowOperands(const RowProductsPlan& plan, Scratch scratch)
       : depth(elements_of<Element>(plan.dim)),
         stride(padded_stride(depth)),
         q(scratch.take<Element>(depth * plan.head_stride).data()),
@@ -99,32 +99,38 @@ struct RowOperands {
 /// Computes q[t] . k for blocks of keys and keeps the products.
 class RowProducts {
  public:
+  std::span<float> per_head;  // set by the caller: one value per head, padded to whole vectors
+
   RowProducts(const RowProductsPlan& plan, Scratch& scratch)
-      : plan_(plan),
-        floats_(plan, scratch),
+      : per_head(scratch.take<float>(plan.head_stride)),
+        plan_(plan),
         products_(scratch.take<float>(plan.kept_keys * plan.head_stride)),
-        per_head(scratch.take<float>(plan.head_stride)) {
+        floats_(plan, scratch) {
     if (plan.with_pairs) pairs_.emplace(plan, scratch);
+    scratch.take<std::byte>(static_cast<std::int64_t>(plan.operand_bytes()));
   }
 
   /// The row stays in use until the next one is loaded.
   void load(const Tensor& q, std::int64_t t) {
     row_ = slice(q, t);
     floats_.has_q = false;
-    if (!pairs_) return;
+    tries_pairs_ = pairs_.has_value();
+    if (!tries_pairs_) return;
     pairs_->has_q = false;
     pairs_->load_q(row_, plan_.head_stride);
     least_q_ =
         least_magnitude(pairs_->q, plan_.head_stride, pairs_->depth, padded_columns(plan_.heads));
+    tries_pairs_ = have_normal_products(least_q_, 1);
   }
   /// Multiplies with the rows keys[i] of `k`. Padding heads give 0 if the key is finite.
   void multiply_gathered(const Tensor& k, const std::int32_t* keys, std::int64_t count) {
     if constexpr (kMultipliesPairs) {
-      if (pairs_ && multiply_pairs(k, keys, count)) return;
+      if (tries_pairs_ && multiply_pairs(k, keys, count)) return;
     }
     floats_.load_q(row_, plan_.head_stride);
     gather_rows(k, keys, count, floats_.keys, floats_.stride);
     multiply_loaded(floats_, count, 0);
+    if (tries_pairs_) pairs_->has_q = false;
   }
   /// Multiplies floats with the rows begin + i of `k`; the products are kept at index
   /// first_kept + i.
@@ -144,6 +150,8 @@ class RowProducts {
  private:
   /// Returns false, and has kept nothing, if denormals could occur.
   bool multiply_pairs(const Tensor& k, const std::int32_t* keys, std::int64_t count) {
+    floats_.has_q = false;
+    pairs_->load_q(row_, plan_.head_stride);
     gather_rows(k, keys, count, pairs_->keys, pairs_->stride);
     const float least_key = least_magnitude(pairs_->keys, pairs_->stride, count, pairs_->depth);
     if (!have_normal_products(least_q_, least_key)) return false;
@@ -158,14 +166,12 @@ class RowProducts {
                      plan_.head_stride);
   }
   RowProductsPlan plan_;
-  Tensor row_;                 // of q
-  RowOperands<float> floats_;  // q is loaded only if they are multiplied
-  std::optional<RowOperands<Bf16Pair>> pairs_;
-  float least_q_ = 0;          // the least magnitude in q but 0
-  std::span<float> products_;  // [kept_keys, heads]
-
- public:
-  std::span<float> per_head;  // set by the caller: one value per head, padded to whole vectors
+  Tensor row_;                                  // of q
+  std::span<float> products_;                   // [kept_keys, heads]
+  RowOperands<float> floats_;                   // they are loaded only if they are multiplied
+  std::optional<RowOperands<Bf16Pair>> pairs_;  // in the same memory
+  bool tries_pairs_ = false;
+  float least_q_ = 0;  // the least magnitude in q but 0
 };
 
 /// Mask of the lanes from head h on that hold a head and not padding.

@@ -84,20 +84,10 @@ HWY_EXPORT(loss_row);
 
 namespace {
 
-RowProductsPlan plan_of(const IndexTarget& args, bool with_pairs) {
+void run_rows(const IndexTarget& args, bool with_pairs, const Execution& execution) {
   RowProductsPlan plan(args.q);
   plan.with_pairs = with_pairs;
-  return plan;
-}
-
-/// Of a task; the same with and without pairs.
-std::size_t lane_bytes(const IndexTarget& args) {
-  return plan_of(args, may_have_pairs(args)).bytes();
-}
-
-void run_rows(const IndexTarget& args, bool with_pairs, const Execution& execution) {
-  const RowProductsPlan plan = plan_of(args, with_pairs);
-  parallel_for(execution, args.q.shape[0], lane_bytes(args), [&](std::int64_t t, Scratch scratch) {
+  parallel_for(execution, args.q.shape[0], plan.bytes(), [&](std::int64_t t, Scratch scratch) {
     HWY_DYNAMIC_DISPATCH(target_row)(args, plan, t, scratch);
   });
 }
@@ -106,12 +96,12 @@ void run_rows(const IndexTarget& args, bool with_pairs, const Execution& executi
 
 std::string why_not(const IndexTarget& args, const Execution& execution) {
   if (args.q.dtype == DType::f64) return refusal::no_f64;
-  return over_limit(lane_bytes(args), execution);
+  return over_limit(RowProductsPlan(args.q).bytes(), execution);
 }
 std::string why_not_pairs(const IndexTarget& args) { return why_not_pairs_of(args.q.dtype); }
 
 std::size_t workspace_bytes(const IndexTarget& args, const Execution& execution) {
-  return all_lanes_bytes(execution, lane_bytes(args));
+  return all_lanes_bytes(execution, RowProductsPlan(args.q).bytes());
 }
 
 void run(const IndexTarget& args, const Execution& execution) { run_rows(args, false, execution); }
