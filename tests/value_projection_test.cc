@@ -271,6 +271,20 @@ TEST(ValueProjection, DenormalsOfSomeTokensLeaveDWOfTheOthers) {
   });
 }
 
+// Pairs are added in another order: else nothing would show which of the two kernels ran.
+TEST(ValueProjection, PairsOfBf16DifferFromFloatsInLastBits) {
+  const Execution pairs{.backend = Backend::cpu, .kernel = "avx512_bf16"};
+  const Buffer out = floats({}, DType::bf16, {1, 1, 8}, Values(8, 1.0));
+  const Buffer w_v = floats({}, DType::bf16, {1, 8, 8}, Values(64, 1.0));
+  const Buffer out_v({}, DType::bf16, {1, 1, 8});
+  const ValueProjectionForward call{
+      .out = out.tensor(), .w_v = w_v.tensor(), .out_v = out_v.tensor()};
+  if (!is_taken(call, pairs)) GTEST_SKIP() << why_not(call, pairs);
+  const Projection p = with_normals({.tokens = 64, .head_dim = 64, .v_dim = 64}, 13);
+  const Execution floats_alone{.backend = Backend::cpu, .kernel = "simd"};
+  EXPECT_FALSE(same_bits(backward(p, pairs).d_w_v, backward(p, floats_alone).d_w_v));
+}
+
 TEST(ValueProjection, RowsBesideDenormalsAreThoseOfTheRowAlone) {
   on_each_projection_kernel([](const Execution& execution) {
     Projection p = with_normals({.tokens = 200, .heads = 2, .head_dim = 130, .v_dim = 64}, 11);
