@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <set>
 #include <string>
 #include <string_view>
@@ -151,15 +152,17 @@ TEST(Explain, AKernelThatIsAskedForRunsAlsoBehindABetterOne) {
   EXPECT_GT(different, 0) << "nothing shows which of the two ran";
 }
 
-// Kernels that multiply and add in another order differ in last bits, which rounding to bf16 hides
-// in most calls of some operators: those of all operators together show that two ran.
 TEST(Explain, EveryKernelOfTheCpuBackendRunsWhereItIsAskedFor) {
-  int taken = 0;
-  int different = 0;
+  // Pairs of bf16 are added in another order here, and nothing else differs. That is a last bit,
+  // which calls as small as these do not show; the test of d_w_v does.
+  constexpr std::string_view kDifferInLastBits[] = {"value_projection_forward",
+                                                    "value_projection_backward", "index_target"};
   for_each_operator([&]<class Args>(std::type_identity<Args>) {
     const auto names = kernels<Args>(Backend::cpu);
     if (names.size() < 2) return;
     SCOPED_TRACE(Args::kOperator);
+    int taken = 0;
+    int different = 0;
     for (std::uint64_t seed = 0; seed < 4 * kCallsEach; ++seed) {
       Call call = CallMaker(seed, {}).make<Args>();
       std::set<Bits> results;
@@ -173,10 +176,12 @@ TEST(Explain, EveryKernelOfTheCpuBackendRunsWhereItIsAskedFor) {
       if (kernels_that_take > 1) ++taken;
       if (results.size() > 1) ++different;
     }
+    const bool can_differ = std::find(std::begin(kDifferInLastBits), std::end(kDifferInLastBits),
+                                      Args::kOperator) == std::end(kDifferInLastBits);
+    if (taken > 0 && can_differ) {
+      EXPECT_GT(different, 0) << "nothing shows that " << taken << " calls had two kernels";
+    }
   });
-  if (taken > 0) {
-    EXPECT_GT(different, 0) << "nothing shows that " << taken << " calls had two kernels";
-  }
 }
 
 TEST(Explain, AKernelThatNoBackendHasIsAnErrorThatListsTheNames) {
