@@ -69,6 +69,17 @@ TEST(IndexTarget, IsTheSumOfProbabilitiesOverHeads) {
   });
 }
 
+// Pairs are added in another order: else nothing would show which of the two kernels ran.
+TEST(IndexTarget, OfPairsOfBf16DiffersFromThatOfFloatsInLastBits) {
+  const Execution pairs{.backend = Backend::cpu, .kernel = "avx512_bf16"};
+  const Attention a = filled(Attention{.keys = 200, .qk_dim = 576, .v_dim = 512, .topk = 150}, 75);
+  const Values lse = as_stored(DType::f32, plain_attention(a).lse);
+  const AttentionForwardWork work(a, {});
+  if (!is_taken(work.args, pairs)) GTEST_SKIP() << why_not(work.args, pairs);
+  EXPECT_FALSE(same_bits(target_of(a, lse, pairs),
+                         target_of(a, lse, {.backend = Backend::cpu, .kernel = "simd"})));
+}
+
 TEST(IndexTarget, IsZeroInSlotsWithoutAKey) {
   on_each_attention(4, [](Backend backend, const Attention& whole) {
     Attention a = whole;
