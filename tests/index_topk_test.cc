@@ -47,8 +47,8 @@ TEST(IndexTopk, IsExactForEveryK) {
 
 TEST(IndexTopk, TakesAnyNumberOfHeadsAndAnyWidth) {
   on_each_kernel("index_topk", [](const Execution& execution) {
-    for (const std::int64_t heads : {1, 2, 7, 24, 33, 64, 96, 128})
-      for (const std::int64_t dim : {8, 24, 128, 136}) {
+    for (const std::int64_t heads : {1, 2, 7, 24, 33, 64, 96, 128, 161})
+      for (const std::int64_t dim : {8, 24, 128, 136, 264}) {
         SCOPED_TRACE(fmt::format("{} heads of {}", heads, dim));
         const Indexer ix =
             filled_exactly({.tokens = 3, .keys = 19, .heads = heads, .dim = dim, .topk = 5}, 3);

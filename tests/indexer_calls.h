@@ -266,8 +266,12 @@ template <class Body>
 void on_each_indexer(const Body& body) {
   on_each_kernel("index_topk", [&](const Execution& execution) {
     std::vector<Indexer> shapes = {{}, {.dtype = DType::f32}};
-    if (execution.backend != Backend::reference)
+    if (execution.backend != Backend::reference) {
       shapes.push_back({.tokens = 5, .keys = 1500, .heads = 64, .dim = 128, .topk = 512});
+      // More heads and channels than the general kernel of cuda takes at a time.
+      for (const std::int64_t dim : {128, 264})
+        shapes.push_back({.tokens = 9, .keys = 300, .heads = 161, .dim = dim, .topk = 40});
+    }
     for (const Indexer& shape : shapes) {
       const IndexForwardWork work(filled(shape, 1), harness::device_of(execution.backend), false);
       if (!is_taken(work.args, execution)) continue;

@@ -19,6 +19,7 @@ struct ScoreInputs {
   const float* k_scale;  // [keys], or null
   std::int64_t q_token_stride, q_head_stride, k_stride, weights_stride;
   int heads, dim;
+  bool q_aligned, k_aligned;  // rows at 16-byte boundaries
 };
 
 inline ScoreInputs score_inputs(const IndexTopkForward& args) {
@@ -31,7 +32,9 @@ inline ScoreInputs score_inputs(const IndexTopkForward& args) {
           .k_stride = args.k.stride[0],
           .weights_stride = args.weights.stride[0],
           .heads = static_cast<int>(args.q.shape[1]),
-          .dim = static_cast<int>(args.q.shape[2])};
+          .dim = static_cast<int>(args.q.shape[2]),
+          .q_aligned = has_aligned_rows(args.q),
+          .k_aligned = has_aligned_rows(args.k)};
 }
 
 /// Where the selection goes.
@@ -62,7 +65,7 @@ struct ReplayParameters {
   const std::int32_t* end;      // [tokens]
   float* scores;                // [tokens, topk]
   std::int64_t indices_stride, scores_stride;
-  std::int64_t tokens, tiles;  // of one row
+  std::int64_t tokens, parts;  // of each row's slots
   int topk, keys;
 };
 
