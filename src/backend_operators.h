@@ -96,6 +96,7 @@ std::string why_not(const QuantizeFp8& args, const Execution& execution);
 // two. why_not_pairs says which types and CPUs it takes; one that is not declared here is an
 // operator without it.
 void run_pairs(const IndexTopkForward& args, const Execution& execution);
+void run_pairs(const IndexTopkBackward& args, const Execution& execution);
 void run_pairs(const SparseAttentionForward& args, const Execution& execution);
 void run_pairs(const SparseAttentionBackward& args, const Execution& execution);
 void run_pairs(const ValueProjectionForward& args, const Execution& execution);
@@ -103,6 +104,7 @@ void run_pairs(const ValueProjectionBackward& args, const Execution& execution);
 void run_pairs(const IndexTarget& args, const Execution& execution);
 
 std::string why_not_pairs(const IndexTopkForward& args);
+std::string why_not_pairs(const IndexTopkBackward& args);
 std::string why_not_pairs(const SparseAttentionForward& args);
 std::string why_not_pairs(const SparseAttentionBackward& args);
 std::string why_not_pairs(const ValueProjectionForward& args);

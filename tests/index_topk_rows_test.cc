@@ -469,6 +469,23 @@ TEST(IndexTopkBackward, DKOfTheAccumulationTypeIsAddedToAndOthersOverwritten) {
   });
 }
 
+// Pairs are factors that were rounded, in d_q and d_k, and are added in another order in d_weights:
+// else nothing would show which of the two kernels ran.
+TEST(IndexTopkBackward, OfPairsOfBf16DiffersFromThatOfFloats) {
+  const Execution pairs{.backend = Backend::cpu, .kernel = "avx512_bf16"};
+  const Execution floats_alone{.backend = Backend::cpu, .kernel = "simd"};
+  const Indexer ix =
+      with_selection(filled({.keys = 200, .heads = 32, .dim = 128, .topk = 150}, 49), floats_alone);
+  const IndexBackwardWork work(ix, {});
+  if (!is_taken(work.args, pairs)) GTEST_SKIP() << why_not(work.args, pairs);
+  const IndexGradients rounded = backward(ix, pairs);
+  const IndexGradients exact = backward(ix, floats_alone);
+  expect_close(ix, rounded, exact);
+  EXPECT_FALSE(same_bits(rounded.d_q, exact.d_q));
+  EXPECT_FALSE(same_bits(rounded.d_weights, exact.d_weights));
+  EXPECT_FALSE(same_bits(rounded.d_k, exact.d_k));
+}
+
 TEST(IndexTopkBackward, RowsOfDQAndDWeightsDoNotDependOnTheirNeighbours) {
   on_each_indexer([](const Execution& execution, const Indexer& shape) {
     const Indexer ix = with_selection(filled(shape, 44), execution);

@@ -371,5 +371,108 @@ TEST(SmallNumbers, ScoresBesideThemAreRightAndDependOnTheirRowsAlone) {
   });
 }
 
+/// Calls body(execution, indexer) for every kernel of the host, with an odd shape and one of the
+/// models', whose rows have several blocks of slots.
+template <class Body>
+void on_each_host_indexer_in_bf16(std::uint64_t seed, const Body& body) {
+  on_each_kernel("index_topk", [&](const Execution& execution) {
+    if (harness::device_of(execution.backend).kind != DeviceKind::cpu) return;
+    for (const Indexer& shape :
+         {Indexer{}, Indexer{.tokens = 6, .keys = 300, .heads = 32, .dim = 128, .topk = 280}}) {
+      Indexer ix = filled(shape, seed);
+      for (std::int64_t i = 0; i < ix.tokens * ix.topk; ++i)
+        ix.indices.push_back(static_cast<std::int32_t>(13 * (i % ix.topk) % ix.keys));
+      SCOPED_TRACE(fmt::format("dim {}", ix.dim));
+      body(execution, ix);
+    }
+  });
+}
+
+TEST(SmallNumbers, CountInTheGradientsOfTheIndexer) {
+  on_each_host_indexer_in_bf16(13, [](const Execution& execution, const Indexer& whole) {
+    struct Exponents {
+      int q, k, weights, d_scores;
+    };
+    // Denormal inputs, then denormal products of two of them; the gradients are normal.
+    for (const auto& [q, k, weights, d_scores] :
+         {Exponents{40, -130, 30, 30}, Exponents{-130, 40, 30, 30}, Exponents{0, 0, -130, 80},
+          Exponents{0, 30, 80, -130}, Exponents{-64, -62, 60, 60}, Exponents{-66, 20, -62, 80},
+          Exponents{20, -66, 60, -62}}) {
+      SCOPED_TRACE(
+          fmt::format("q 2^{}, k 2^{}, weights 2^{}, d_scores 2^{}", q, k, weights, d_scores));
+      Indexer ix = whole;
+      scale_rows(ix.q, ix.dim, 0, 1, q);
+      scale_rows(ix.k, ix.dim, 0, 1, k);
+      scale_rows(ix.weights, ix.heads, 0, 1, weights);
+      scale_rows(ix.d_scores, ix.topk, 0, 1, d_scores);
+      expect_close(ix, backward(ix, execution), backward(ix, on(Backend::reference)));
+    }
+  });
+}
+
+TEST(SmallNumbers, LeaveTheGradientsOfTheIndexersOtherRows) {
+  on_each_host_indexer_in_bf16(14, [](const Execution& execution, const Indexer& whole) {
+    // Of rows 1 and 3 the last slots name the small keys; q of row 4 is small.
+    Indexer ix = whole;
+    const std::int64_t small = ix.keys - 20;
+    scale_rows(ix.k, ix.dim, small, 1, -120);
+    scale_rows(ix.q, ix.heads * ix.dim, 4, ix.tokens, -120);
+    for (std::int64_t t = 0; t < ix.tokens; ++t) {
+      ix.begin[t] = 0;
+      ix.end[t] = static_cast<std::int32_t>(t == 1 || t == 3 ? ix.keys : small);
+      for (std::int64_t j = 0; j < ix.topk; ++j)
+        ix.indices[t * ix.topk + j] = static_cast<std::int32_t>(ix.keys - ix.topk + j);
+    }
+    const IndexGradients expected = backward(ix, on_threads(1, execution));
+    expect_close(ix, expected, backward(ix, on(Backend::reference)));
+    for (std::int64_t t = 0; t < ix.tokens; ++t) {
+      const IndexGradients alone = backward(rows_of(ix, t, 1), execution);
+      const std::int64_t row = ix.heads * ix.dim;
+      EXPECT_TRUE(same_bits(alone.d_q, part(expected.d_q, t * row, row)));
+      EXPECT_TRUE(same_bits(alone.d_weights, part(expected.d_weights, t * ix.heads, ix.heads)));
+    }
+    Execution little = on_threads(3, execution);
+    little.workspace_limit = 1 << 19;
+    for (const Execution& other : {on_threads(2, execution), little})
+      expect_same_bits(backward(ix, other), expected);
+  });
+}
+
+/// One head and two keys, of which the product with the second one is negative.
+Indexer with_two_keys() {
+  Indexer ix{.tokens = 1, .keys = 2, .heads = 1, .dim = 8, .topk = 2};
+  ix.q.assign(8, 1);
+  ix.k.assign(16, 1);
+  std::fill(ix.k.begin() + 8, ix.k.end(), -1);
+  ix.weights = {1};
+  ix.begin = {0};
+  ix.end = {2};
+  ix.indices = {0, 1};
+  ix.d_scores = {1, 1};
+  return ix;
+}
+
+TEST(LargeNumbers, GradientsOfTheIndexerAreFiniteWhereThoseOfPairsWouldNotBe) {
+  on_each_kernel("index_topk", [](const Execution& execution) {
+    if (harness::device_of(execution.backend).kind != DeviceKind::cpu) return;
+    Indexer large_weight = with_two_keys();  // bf16 would round it to infinity
+    large_weight.weights = {3.4e38};
+    large_weight.d_scores = {0x1p-30, 0x1p-30};
+    Indexer large_d_score = with_two_keys();
+    large_d_score.weights = {0x1p-20};
+    large_d_score.d_scores = {3.4e38, 3.4e38};
+    scale_rows(large_d_score.q, 8, 0, 1, -20);
+    Indexer large_product = with_two_keys();  // of d_score and key
+    large_product.weights = {0x1p-60};
+    large_product.d_scores = {0x1p80, 0x1p80};
+    scale_rows(large_product.k, 8, 0, 1, 60);
+    scale_rows(large_product.q, 8, 0, 1, -60);
+    Indexer infinite = with_two_keys();  // where the product is not positive
+    infinite.d_scores[1] = kInfinity;
+    for (const Indexer& ix : {large_weight, large_d_score, large_product, infinite})
+      expect_close(ix, backward(ix, execution), backward(ix, on(Backend::reference)));
+  });
+}
+
 }  // namespace
 }  // namespace winnow::tests

@@ -137,7 +137,7 @@ class RowProducts {
   void multiply_range(const Tensor& k, std::int64_t begin, std::int64_t count,
                       std::int64_t first_kept) {
     floats_.load_q(row_, plan_.head_stride);
-    widen_rows(k, begin, count, floats_.keys, floats_.stride);
+    load_rows(k, begin, count, floats_.keys, floats_.stride);
     multiply_loaded(floats_, count, first_kept);
   }
   const RowProductsPlan& plan() const { return plan_; }

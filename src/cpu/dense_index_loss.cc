@@ -270,7 +270,7 @@ IndexGradientPlan gradient_plan(const DenseIndexLossBackward& args, const DenseB
   return IndexGradientPlan(
       chunk_of(args, plan, args.d_index_k, 0, std::min(plan.rows, args.q.shape[0]),
                Scratch(nullptr, plan.list_bytes())),
-      rest);
+      false, rest);
 }
 
 DenseBackwardPlan::DenseBackwardPlan(const DenseIndexLossBackward& args, const Execution& execution)

@@ -11,11 +11,12 @@ namespace winnow::cpu {
 
 /// How index_gradient partitions its work within the workspace limit of `execution`.
 struct IndexGradientPlan {
-  IndexGradientPlan(const IndexTopkBackward& args, const Execution& execution);
+  IndexGradientPlan(const IndexTopkBackward& args, bool with_pairs, const Execution& execution);
 
+  bool with_pairs;  // whether pairs of bf16 are multiplied in the rows that suit them
   std::int64_t heads, dim, topk;
-  std::int64_t row_stride;   // of fp32 rows of `dim` channels
-  std::int64_t head_stride;  // of rows of `heads` values
+  std::int64_t row_stride;   // of rows of `dim` elements
+  std::int64_t head_stride;  // of rows of `heads` elements
   std::int64_t sign_bytes;   // bytes of the sign bits of one slot
   int range_shift;           // a range has 2^range_shift keys
   std::int64_t ranges;

@@ -23,11 +23,12 @@ struct RowRecord {
   std::int32_t* slots;    // [topk]              valid slots, sorted by range of keys
   std::int32_t* offsets;  // [ranges + 1]        where each range begins in `slots`
   bool* is_finite;        // [1]                 whether all of q is finite
+  bool* are_pairs;        // [1]                 whether pairs of bf16 are multiplied
 
   static std::size_t bytes(const IndexGradientPlan& plan) {
     return Scratch::bytes<std::uint8_t>(plan.topk * plan.sign_bytes) +
            Scratch::bytes<std::int32_t>(plan.topk) + Scratch::bytes<std::int32_t>(plan.ranges + 1) +
-           Scratch::bytes<bool>(1);
+           2 * Scratch::bytes<bool>(1);
   }
   RowRecord(const IndexGradientPlan& plan, std::byte* memory) {
     Scratch scratch(memory, plan.record_bytes);
@@ -35,6 +36,7 @@ struct RowRecord {
     slots = scratch.take<std::int32_t>(plan.topk).data();
     offsets = scratch.take<std::int32_t>(plan.ranges + 1).data();
     is_finite = scratch.take<bool>(1).data();
+    are_pairs = scratch.take<bool>(1).data();
   }
 };
 

@@ -8,16 +8,24 @@
 //
 // Second pass: a task is one range of keys. It recomputes g from the records and adds the rows of
 // the product g q to d_k, one query row after another.
+//
+// Kernel `simd` multiplies floats. Kernel `avx512_bf16` multiplies pairs of bf16. Of g it rounds
+// one factor to bf16 and multiplies the sum by the other: in d_q of a head that is the weight, in
+// d_k of a key d_score. Rows in which denormals, which count as 0 in products of pairs, or
+// infinities could occur are multiplied as floats.
 #include <algorithm>
 #include <bit>
-#include <cstring>
+#include <optional>
 #include <span>
 
 #include "backend_operators.h"
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "core/view.h"
+#include "cpu/bf16_pairs.h"
+#include "cpu/elements.h"
 #include "cpu/index_gradient.h"
+#include "cpu/index_gradient_scratch.h"
 #include "cpu/index_slots.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
@@ -27,144 +35,16 @@
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
-#include "cpu/index_scores-inl.h"
+#include "cpu/index_query_gradient-inl.h"
 #include "cpu/matmul-inl.h"
 #include "cpu/pack-inl.h"
+#include "cpu/widen-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace winnow::cpu::HWY_NAMESPACE {
 
-/// Bytes that hold one bit per lane of a vector.
-inline constexpr std::int64_t kVectorSignBytes = (kLanes + 7) / 8;
-
 std::int64_t sign_bytes_of(std::int64_t heads) {
   return ceil_div(heads, kLanes) * kVectorSignBytes;
-}
-
-bool is_finite(std::span<const float> values) {
-  std::uint32_t largest = 0;
-  for (const float value : values)
-    largest = std::max(largest, std::bit_cast<std::uint32_t>(value) & 0x7fffffffu);
-  return largest < 0x7f800000u;
-}
-
-/// Loads weights[t], padded with zeros to whole vectors.
-void load_weights(const IndexTopkBackward& args, std::int64_t t, std::span<float> weights) {
-  std::fill(weights.begin(), weights.end(), 0.0f);
-  widen_row(DType::f32, row_of(args.weights, t), weights.data(), args.weights.shape[1]);
-}
-
-/// Epilogue of a [slots, heads]: records the signs, writes g, adds to d_weights. `nan_probe`
-/// becomes NaN if a key is not finite, since then a is not finite for any head.
-struct GradientEpilogue {
-  const SlotBlock* block;
-  const float* weights;
-  float* g;
-  std::int64_t head_stride;
-  float* d_weights;
-  float* nan_probe;
-  std::uint8_t* signs;
-  std::int64_t sign_bytes;
-  std::int64_t first_slot;
-
-  GradientEpilogue at(std::int64_t row, std::int64_t column) const {
-    return {block,
-            weights + column,
-            g + row * head_stride + column,
-            head_stride,
-            d_weights + column,
-            nan_probe,
-            signs + column / kLanes * kVectorSignBytes,
-            sign_bytes,
-            first_slot + row};
-  }
-  HWY_INLINE void operator()(int row, int v, FloatVector a) const {
-    const FloatTag d;
-    const auto d_score = hn::Set(d, block->d_scores[first_slot + row]);
-    const auto is_positive = hn::Gt(a, hn::Zero(d));
-    const auto scaled = hn::Mul(d_score, hn::LoadU(d, weights + v * kLanes));
-    hn::StoreU(hn::IfThenElseZero(is_positive, scaled), d, g + row * head_stride + v * kLanes);
-    float* const d_weight = d_weights + v * kLanes;
-    hn::StoreU(hn::MulAdd(d_score, relu(a), hn::LoadU(d, d_weight)), d, d_weight);
-    std::uint8_t bits[8];
-    hn::StoreMaskBits(d, is_positive, bits);
-    std::memcpy(signs + block->slots[first_slot + row] * sign_bytes + v * kVectorSignBytes, bits,
-                kVectorSignBytes);
-    if (v == 0) hn::StoreU(hn::MulAdd(a, hn::Zero(d), hn::LoadU(d, nan_probe)), d, nan_probe);
-  }
-};
-
-/// Whether a > 0 was recorded for head h.
-bool was_positive(const std::uint8_t* signs, std::int64_t h) {
-  return (signs[h / kLanes * kVectorSignBytes + h % kLanes / 8] >> (h % kLanes % 8) & 1) != 0;
-}
-
-/// target[d] += factor * source[d]. Used where `source` has NaN or infinities: there a matrix
-/// product would turn a g of 0 into NaN.
-void add_scaled(float* target, float factor, const float* source, std::int64_t dim) {
-  for (std::int64_t d = 0; d < dim; ++d) target[d] += factor * source[d];
-}
-
-/// The first pass for query row t.
-void query_gradient(const IndexTopkBackward& args, const IndexGradientPlan& plan, std::int64_t t,
-                    const RowRecord& record, Scratch scratch) {
-  const auto q = scratch.take<float>(plan.dim * plan.head_stride);  // [dim, heads]
-  const auto weights = scratch.take<float>(plan.head_stride);
-  const auto d_weights = scratch.take<float>(plan.head_stride);
-  const auto keys = scratch.take<float>(kSlotBlock * plan.row_stride);
-  const auto g = scratch.take<float>(kSlotBlock * plan.head_stride);
-  const auto d_q = scratch.take<float>(plan.heads * plan.row_stride);
-  const auto transpose_scratch = scratch.take<float>(4 * plan.row_stride);
-  const auto nan_probe = scratch.take<float>(kColumnPadding);
-  transpose_rows(slice(args.q, t), 0, plan.heads, q.data(), plan.head_stride,
-                 transpose_scratch.data());
-  load_weights(args, t, weights);
-  std::fill(d_weights.begin(), d_weights.end(), 0.0f);
-  std::fill(d_q.begin(), d_q.end(), 0.0f);
-  *record.is_finite = true;
-  for (std::int64_t d = 0; d < plan.dim; ++d)
-    *record.is_finite &= is_finite(q.subspan(d * plan.head_stride, plan.heads));
-
-  RowSlots slots(args, t);
-  sort_slots_by_range(slots, plan, record);
-  SlotBlock block;
-  for (slots.next_block(block); block.count > 0; slots.next_block(block)) {
-    gather_rows(args.k, block.keys, block.count, keys.data(), plan.row_stride);
-    std::fill(nan_probe.begin(), nan_probe.end(), 0.0f);
-    const KMajor key_rows{keys.data(), plan.row_stride};
-    const GradientEpilogue epilogue{&block,           weights.data(),   g.data(),
-                                    plan.head_stride, d_weights.data(), nan_probe.data(),
-                                    record.signs,     plan.sign_bytes,  0};
-    if (plan.dim <= kMaxUnblockedDim) {
-      multiply(key_rows, block.count, q.data(), plan.head_stride, plan.heads, plan.dim, epilogue);
-    } else {
-      multiply_blocked(key_rows, block.count, q.data(), plan.head_stride, plan.heads, plan.dim,
-                       g.data(), plan.head_stride, false, kBlockDim);
-      for (std::int64_t h = 0; h < plan.heads; h += kLanes) {
-        for (std::int64_t i = 0; i < block.count; ++i) {
-          const auto a = hn::LoadU(FloatTag(), g.data() + i * plan.head_stride + h);
-          epilogue.at(i, h)(0, 0, a);
-        }
-      }
-    }
-    if (is_finite(nan_probe)) {
-      multiply(MnMajor{g.data(), plan.head_stride}, plan.heads, keys.data(), plan.row_stride,
-               plan.dim, block.count, AddTo{d_q.data(), plan.row_stride});
-      continue;
-    }
-    for (std::int64_t i = 0; i < block.count; ++i) {
-      for (std::int64_t h = 0; h < plan.heads; ++h) {
-        if (!was_positive(record.signs + block.slots[i] * plan.sign_bytes, h)) continue;
-        add_scaled(d_q.data() + h * plan.row_stride, g[i * plan.head_stride + h],
-                   keys.data() + i * plan.row_stride, plan.dim);
-      }
-    }
-  }
-  for (std::int64_t h = 0; h < plan.heads; ++h) {
-    narrow_row(args.d_q.dtype, d_q.data() + h * plan.row_stride, 1.0f, row_of(args.d_q, t, h),
-               plan.dim);
-  }
-  std::copy_n(d_weights.data(), plan.heads, static_cast<float*>(row_of(args.d_weights, t)));
 }
 
 /// Epilogue: adds the rows of a product to the rows of d_k that `keys` gives, one after another,
@@ -184,20 +64,81 @@ struct AddToKeys {
   }
 };
 
-/// Recomputes g [slots, heads] of the slots in `block` from the recorded signs.
-void recompute_g(const IndexGradientPlan& plan, const RowRecord& record, const SlotBlock& block,
-                 std::span<const float> weights, std::span<float> g) {
+/// The same, each row times a factor.
+struct AddScaledToKeys {
+  AddToKeys add;
+  const float* factors;
+
+  AddScaledToKeys at(std::int64_t row, std::int64_t column) const {
+    return {add.at(row, column), factors + row};
+  }
+  HWY_INLINE void operator()(int row, int v, FloatVector sum) const {
+    add(row, v, hn::Mul(hn::Set(FloatTag(), factors[row]), sum));
+  }
+};
+
+/// Recomputes g of the slots in `block` from the recorded signs, and adds the product g q to `add`.
+void add_slots(const IndexGradientPlan& plan, const RowRecord& record, const SlotBlock& block,
+               const KeyGradientScratch<float>& row, const AddToKeys& add) {
   const FloatTag d;
+  float* const g = row.factors;
   for (std::int64_t i = 0; i < block.count; ++i) {
     const std::uint8_t* signs = record.signs + block.slots[i] * plan.sign_bytes;
     const auto d_score = hn::Set(d, block.d_scores[i]);
     for (std::int64_t h = 0; h < plan.heads; h += kLanes, signs += kVectorSignBytes) {
-      std::uint8_t bits[8] = {};
-      std::memcpy(bits, signs, kVectorSignBytes);
-      const auto scaled = hn::Mul(d_score, hn::LoadU(d, weights.data() + h));
-      hn::StoreU(hn::IfThenElseZero(hn::LoadMaskBits(d, bits), scaled), d,
-                 g.data() + i * plan.head_stride + h);
+      const auto scaled = hn::Mul(d_score, hn::LoadU(d, row.weights.data() + h));
+      hn::StoreU(hn::IfThenElseZero(load_signs(d, signs), scaled), d,
+                 g + i * row.factor_stride + h);
     }
+  }
+  if (*record.is_finite) {
+    return multiply(KMajor<float>{g, row.factor_stride}, block.count, row.q, plan.row_stride,
+                    plan.dim, plan.heads, add);
+  }
+  for (std::int64_t j = 0; j < block.count; ++j) {
+    for (std::int64_t h = 0; h < plan.heads; ++h) {
+      if (!was_positive(record.signs + block.slots[j] * plan.sign_bytes, h)) continue;
+      add_scaled(add.sums + block.keys[j] * add.stride, g[j * row.factor_stride + h],
+                 row.q + h * plan.row_stride, plan.dim);
+    }
+  }
+}
+
+/// The same in pairs of neighbouring heads: of g the product has the weights alone.
+inline void add_slots(const IndexGradientPlan& plan, const RowRecord& record,
+                      const SlotBlock& block, const KeyGradientScratch<Bf16Pair>& row,
+                      const AddToKeys& add) {
+  const hn::Rebind<std::uint16_t, FloatTag> d;
+  const auto* const weights = reinterpret_cast<const std::uint16_t*>(row.weights.data());
+  for (std::int64_t i = 0; i < block.count; ++i) {
+    const std::uint8_t* signs = record.signs + block.slots[i] * plan.sign_bytes;
+    auto* const to = reinterpret_cast<std::uint16_t*>(row.factors + i * row.factor_stride);
+    for (std::int64_t h = 0; h < plan.heads; h += kLanes, signs += kVectorSignBytes)
+      hn::StoreU(hn::IfThenElseZero(load_signs(d, signs), hn::LoadU(d, weights + h)), d, to + h);
+  }
+  multiply(KMajor<Bf16Pair>{row.factors, row.factor_stride}, block.count, row.q, plan.row_stride,
+           plan.dim, row.depth, AddScaledToKeys{add, block.d_scores});
+}
+
+/// Adds the gradients of query row t to the keys of a range, which begins at key `begin`.
+template <class Element>
+void add_row(const IndexTopkBackward& args, const IndexGradientPlan& plan, std::int64_t t,
+             const RowRecord& record, std::int64_t range, const KeyGradientScratch<Element>& row,
+             float* sums, std::int64_t stride) {
+  std::int64_t next = record.offsets[range];
+  const std::int64_t end = record.offsets[range + 1];
+  const std::int64_t begin = range << plan.range_shift;
+  const RowSlots slots(args, t);
+  load_weights(args, t, row.weights);
+  load_depth(slice(args.q, t), 0, plan.heads, row.q, plan.row_stride);
+  SlotBlock block;
+  while (next < end) {
+    block.count = 0;
+    for (; next < end && block.count < kSlotBlock; ++next) {
+      slots.append(record.slots[next], block);
+      block.keys[block.count - 1] -= static_cast<std::int32_t>(begin);
+    }
+    add_slots(plan, record, block, row, {sums, stride, block.keys});
   }
 }
 
@@ -207,46 +148,29 @@ void key_gradient(const IndexTopkBackward& args, const IndexGradientPlan& plan, 
   const std::int64_t begin = range << plan.range_shift;
   const std::int64_t count =
       std::min(std::int64_t{1} << plan.range_shift, args.d_k.shape[0] - begin);
-  const auto q = scratch.take<float>(plan.heads * plan.row_stride);  // [heads, dim]
-  const auto weights = scratch.take<float>(plan.head_stride);
-  const auto g = scratch.take<float>(kSlotBlock * plan.head_stride);
+  const KeyGradientScratch<float> floats(plan, scratch);
+  std::optional<KeyGradientScratch<Bf16Pair>> pairs;
+  if (plan.with_pairs) pairs.emplace(plan, scratch);
   // The epilogue adds whole vectors, so rows that end within a vector are accumulated in a copy.
   const bool is_copied = plan.dim % kPanelColumns != 0;
   const auto copy = scratch.take<float>(is_copied ? count * plan.row_stride : 0);
   const std::int64_t stride = is_copied ? plan.row_stride : args.d_k.stride[0];
   float* const sums = is_copied ? copy.data() : static_cast<float*>(row_of(args.d_k, begin));
-  if (is_copied) widen_rows(args.d_k, begin, count, sums, stride);
+  if (is_copied) load_rows(args.d_k, begin, count, sums, stride);
 
-  SlotBlock block;
   for (std::int64_t i = 0; i < rows; ++i) {
-    const std::int64_t t = first + i;
     const RowRecord record(plan, records + static_cast<std::size_t>(i) * plan.record_bytes);
-    std::int64_t next = record.offsets[range];
-    const std::int64_t end = record.offsets[range + 1];
-    if (next == end) continue;
-    const RowSlots slots(args, t);
-    load_weights(args, t, weights);
-    widen_rows(slice(args.q, t), 0, plan.heads, q.data(), plan.row_stride);
-    while (next < end) {
-      block.count = 0;
-      for (; next < end && block.count < kSlotBlock; ++next) {
-        slots.append(record.slots[next], block);
-        block.keys[block.count - 1] -= static_cast<std::int32_t>(begin);
-      }
-      recompute_g(plan, record, block, weights, g);
-      if (*record.is_finite) {
-        multiply(KMajor{g.data(), plan.head_stride}, block.count, q.data(), plan.row_stride,
-                 plan.dim, plan.heads, AddToKeys{sums, stride, block.keys});
+    if (record.offsets[range] == record.offsets[range + 1]) continue;
+    const auto add = [&](const auto& row) {
+      add_row(args, plan, first + i, record, range, row, sums, stride);
+    };
+    if constexpr (kMultipliesPairs) {
+      if (*record.are_pairs) {
+        add(*pairs);
         continue;
       }
-      for (std::int64_t j = 0; j < block.count; ++j) {
-        for (std::int64_t h = 0; h < plan.heads; ++h) {
-          if (!was_positive(record.signs + block.slots[j] * plan.sign_bytes, h)) continue;
-          add_scaled(sums + block.keys[j] * stride, g[j * plan.head_stride + h],
-                     q.data() + h * plan.row_stride, plan.dim);
-        }
-      }
     }
+    add(floats);
   }
   if (!is_copied) return;
   for (std::int64_t s = 0; s < count; ++s)
@@ -269,8 +193,10 @@ HWY_EXPORT(query_gradient);
 HWY_EXPORT(key_gradient);
 HWY_EXPORT(round_row);
 
-IndexGradientPlan::IndexGradientPlan(const IndexTopkBackward& args, const Execution& execution)
-    : heads(args.q.shape[1]),
+IndexGradientPlan::IndexGradientPlan(const IndexTopkBackward& args, bool with_pairs,
+                                     const Execution& execution)
+    : with_pairs(with_pairs),
+      heads(args.q.shape[1]),
       dim(args.q.shape[2]),
       topk(args.indices.shape[1]),
       row_stride(padded_stride(dim)),
@@ -287,17 +213,8 @@ IndexGradientPlan::IndexGradientPlan(const IndexTopkBackward& args, const Execut
   ranges = ceil_div(keys, keys_per_range);
 
   record_bytes = RowRecord::bytes(*this);
-  const std::size_t query_bytes =
-      Scratch::bytes<float>(dim * head_stride) + 2 * Scratch::bytes<float>(head_stride) +
-      Scratch::bytes<float>(kSlotBlock * row_stride) +
-      Scratch::bytes<float>(kSlotBlock * head_stride) + Scratch::bytes<float>(heads * row_stride) +
-      Scratch::bytes<float>(4 * row_stride) + Scratch::bytes<float>(kColumnPadding);
   const std::int64_t copied_keys = dim % kColumnPadding == 0 ? 0 : keys_per_range;
-  const std::size_t key_bytes = Scratch::bytes<float>(heads * row_stride) +
-                                Scratch::bytes<float>(head_stride) +
-                                Scratch::bytes<float>(kSlotBlock * head_stride) +
-                                Scratch::bytes<float>(copied_keys * row_stride);
-  lane_bytes = std::max(query_bytes, key_bytes);
+  lane_bytes = gradient_scratch_bytes(*this, copied_keys, may_have_pairs(args));
   min_bytes = record_bytes + lane_bytes;
 
   const std::int64_t tokens = std::max<std::int64_t>(args.q.shape[0], 1);
@@ -354,21 +271,33 @@ void KeySums::finish() const {
   });
 }
 
-std::string why_not(const IndexTopkBackward& args, const Execution& execution) {
-  if (args.q.dtype == DType::f64) return refusal::no_f64;
-  return over_limit(IndexGradientPlan(args, execution).min_bytes, execution);
-}
+namespace {
 
-std::size_t workspace_bytes(const IndexTopkBackward& args, const Execution& execution) {
-  return KeySums::bytes(args.d_k) + IndexGradientPlan(args, execution).bytes;
-}
-
-void run(const IndexTopkBackward& args, const Execution& execution) {
+void run_passes(const IndexTopkBackward& args, bool with_pairs, const Execution& execution) {
   const KeySums d_k(args.d_k, execution);
   IndexTopkBackward summed = args;
   summed.d_k = d_k.sums;
-  index_gradient(summed, IndexGradientPlan(args, execution), d_k.rest);
+  index_gradient(summed, IndexGradientPlan(args, with_pairs, execution), d_k.rest);
   d_k.finish();
+}
+
+}  // namespace
+
+std::string why_not(const IndexTopkBackward& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  return over_limit(IndexGradientPlan(args, false, execution).min_bytes, execution);
+}
+std::string why_not_pairs(const IndexTopkBackward& args) { return why_not_pairs_of(args.q.dtype); }
+
+std::size_t workspace_bytes(const IndexTopkBackward& args, const Execution& execution) {
+  return KeySums::bytes(args.d_k) + IndexGradientPlan(args, false, execution).bytes;
+}
+
+void run(const IndexTopkBackward& args, const Execution& execution) {
+  run_passes(args, false, execution);
+}
+void run_pairs(const IndexTopkBackward& args, const Execution& execution) {
+  run_passes(args, true, execution);
 }
 
 }  // namespace winnow::cpu

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <span>
 
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
@@ -66,8 +67,9 @@ void gather_rows(const Tensor& tensor, const std::int32_t* keys, std::int64_t co
 }
 
 /// to[i] = row begin + i of `tensor` [rows, columns]
-inline void widen_rows(const Tensor& tensor, std::int64_t begin, std::int64_t count, float* to,
-                       std::int64_t stride) {
+template <class Element>
+void load_rows(const Tensor& tensor, std::int64_t begin, std::int64_t count, Element* to,
+               std::int64_t stride) {
   for (std::int64_t i = 0; i < count; ++i) {
     load_padded(tensor.dtype, row_of(tensor, begin + i), to + i * stride, tensor.shape[1]);
   }
@@ -155,7 +157,7 @@ inline void interleave_rows(const void* first, const void* second, std::int64_t 
 /// each is a row of `to`, of pairs two are.
 inline void load_depth(const Tensor& tensor, std::int64_t begin, std::int64_t count, float* to,
                        std::int64_t stride) {
-  widen_rows(tensor, begin, count, to, stride);
+  load_rows(tensor, begin, count, to, stride);
 }
 inline void load_depth(const Tensor& tensor, std::int64_t begin, std::int64_t count, Bf16Pair* to,
                        std::int64_t stride) {
@@ -203,16 +205,35 @@ inline float least_magnitude(const Bf16Pair* rows, std::int64_t stride, std::int
   return magnitude_of(hn::GetLane(hn::MinOfLanes(d, least)) + 1u);
 }
 
-/// The largest magnitude in a row of pairs, which is padded with zeros. NaN exceeds infinity.
-inline float largest_magnitude(const Bf16Pair* row, std::int64_t pairs) {
+/// The same of floats.
+inline float least_magnitude(std::span<const float> values) {
+  std::uint32_t least = 0x7f800000u - 1;
+  for (const float value : values)
+    least = std::min(least, (std::bit_cast<std::uint32_t>(value) & 0x7fffffffu) - 1);
+  return std::bit_cast<float>(least + 1);
+}
+
+/// The largest magnitude in such rows. NaN exceeds infinity.
+inline float largest_magnitude(const Bf16Pair* rows, std::int64_t stride, std::int64_t count,
+                               std::int64_t pairs) {
   const hn::ScalableTag<std::uint16_t> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const auto magnitude = hn::Set(d, std::uint16_t{0x7fff});
-  const auto* const bits = reinterpret_cast<const std::uint16_t*>(row);
   auto largest = hn::Zero(d);
-  for (std::int64_t j = 0; j < 2 * pairs; j += lanes)
-    largest = hn::Max(largest, hn::And(hn::LoadU(d, bits + j), magnitude));
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto* const row = reinterpret_cast<const std::uint16_t*>(rows + i * stride);
+    for (std::int64_t j = 0; j < 2 * pairs; j += lanes)
+      largest = hn::Max(largest, hn::And(hn::LoadU(d, row + j), magnitude));
+  }
   return magnitude_of(hn::GetLane(hn::MaxOfLanes(d, largest)));
+}
+
+/// The same of floats.
+inline float largest_magnitude(std::span<const float> values) {
+  std::uint32_t largest = 0;
+  for (const float value : values)
+    largest = std::max(largest, std::bit_cast<std::uint32_t>(value) & 0x7fffffffu);
+  return std::bit_cast<float>(largest);
 }
 
 /// The largest magnitudes in kLanes columns of pairs.

@@ -133,7 +133,7 @@ bool differentiate_row(const SparseAttentionBackward& args, const Records& recor
       const float least_key = least_magnitude(row.keys, key_stride, block, row.depth);
       if (!have_normal_products(least_factor, least_key)) return false;
       for (std::int64_t i = 0; i < block; ++i) {
-        row.key_magnitudes[i] = largest_magnitude(row.keys + i * key_stride, row.depth);
+        row.key_magnitudes[i] = largest_magnitude(row.keys + i * key_stride, 0, 1, row.depth);
         largest_key = std::max(largest_key, row.key_magnitudes[i]);
       }
       values = row.key_pairs;
@@ -223,18 +223,6 @@ struct AddToKeys {
   }
 };
 
-/// Loads rows of heads, [heads, columns], to rows of floats or of pairs of heads.
-void load_head_rows(const Tensor& rows, HeadRange heads, float* to, std::int64_t stride) {
-  widen_rows(rows, heads.begin, heads.count, to, stride);
-}
-inline void load_head_rows(const Tensor& rows, HeadRange heads, Bf16Pair* to, std::int64_t stride) {
-  for (std::int64_t i = 0; i < heads.count; i += 2) {
-    const std::int64_t h = heads.begin + i;
-    interleave_rows(row_of(rows, h), i + 1 < heads.count ? row_of(rows, h + 1) : nullptr,
-                    rows.shape[1], to + i / 2 * stride);
-  }
-}
-
 /// Adds the records [first, last) of a row to d_kv.
 template <class Element>
 void add_records(const SparseAttentionBackward& args, const Records& records, std::int64_t row,
@@ -246,8 +234,8 @@ void add_records(const SparseAttentionBackward& args, const Records& records, st
   // Number of records that stay in L2 while the product goes through the columns of d_kv.
   constexpr std::int64_t kBlockRecords = 240;
 
-  load_head_rows(slice(args.d_out, t), heads, pass.d_out(), pass.stride);
-  load_head_rows(slice(args.q, t), heads, pass.q(), pass.stride);
+  load_depth(slice(args.d_out, t), heads.begin, heads.count, pass.d_out(), pass.stride);
+  load_depth(slice(args.q, t), heads.begin, heads.count, pass.q(), pass.stride);
   for (std::int64_t j = first; j < last; j += kBlockRecords) {
     const std::int64_t count = std::min(last - j, kBlockRecords);
     const AddToKeys add{records.keys_of(row) + j, count, static_cast<float*>(d_kv.data),
