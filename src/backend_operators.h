@@ -102,6 +102,8 @@ void run_pairs(const SparseAttentionBackward& args, const Execution& execution);
 void run_pairs(const ValueProjectionForward& args, const Execution& execution);
 void run_pairs(const ValueProjectionBackward& args, const Execution& execution);
 void run_pairs(const IndexTarget& args, const Execution& execution);
+void run_pairs(const DenseIndexLossForward& args, const Execution& execution);
+void run_pairs(const DenseIndexLossBackward& args, const Execution& execution);
 
 std::string why_not_pairs(const IndexTopkForward& args);
 std::string why_not_pairs(const IndexTopkBackward& args);
@@ -110,6 +112,8 @@ std::string why_not_pairs(const SparseAttentionBackward& args);
 std::string why_not_pairs(const ValueProjectionForward& args);
 std::string why_not_pairs(const ValueProjectionBackward& args);
 std::string why_not_pairs(const IndexTarget& args);
+std::string why_not_pairs(const DenseIndexLossForward& args);
+std::string why_not_pairs(const DenseIndexLossBackward& args);
 
 }  // namespace winnow::cpu
 

@@ -121,7 +121,7 @@ struct DenseLossWork {
 
 inline DenseLossOutputs forward(const DenseLoss& d, const Execution& execution) {
   const DenseLossWork work(d, harness::device_of(execution.backend));
-  dense_index_loss_forward(work.forward, execution);
+  run_where_taken(work.forward, execution);
   return work.outputs();
 }
 
@@ -130,7 +130,7 @@ inline DenseLossOutputs forward(const DenseLoss& d, const Values& lse, const Exe
   DenseLossWork work(d, harness::device_of(execution.backend));
   work.lse.upload(lse);
   work.forward.lse_given = true;
-  dense_index_loss_forward(work.forward, execution);
+  run_where_taken(work.forward, execution);
   return work.outputs();
 }
 
@@ -138,7 +138,7 @@ inline DenseLossGradients backward(const DenseLoss& d, const Values& lse,
                                    const Execution& execution) {
   DenseLossWork work(d, harness::device_of(execution.backend));
   work.lse.upload(lse);
-  dense_index_loss_backward(work.backward, execution);
+  run_where_taken(work.backward, execution);
   return work.gradients();
 }
 

@@ -154,9 +154,11 @@ TEST(Explain, AKernelThatIsAskedForRunsAlsoBehindABetterOne) {
 
 TEST(Explain, EveryKernelOfTheCpuBackendRunsWhereItIsAskedFor) {
   // Pairs of bf16 are added in another order here, and nothing else differs. That is a last bit,
-  // which calls as small as these do not show: value_projection_test and index_loss_test do.
+  // which calls as small as these do not show: value_projection_test, index_loss_test and
+  // dense_index_loss_test do.
   constexpr std::string_view kDifferInLastBits[] = {"value_projection_forward",
-                                                    "value_projection_backward", "index_target"};
+                                                    "value_projection_backward", "index_target",
+                                                    "dense_index_loss_forward"};
   for_each_operator([&]<class Args>(std::type_identity<Args>) {
     const auto names = kernels<Args>(Backend::cpu);
     if (names.size() < 2) return;

@@ -124,21 +124,15 @@ class RowProducts {
   }
   /// Multiplies with the rows keys[i] of `k`. Padding heads give 0 if the key is finite.
   void multiply_gathered(const Tensor& k, const std::int32_t* keys, std::int64_t count) {
-    if constexpr (kMultipliesPairs) {
-      if (tries_pairs_ && multiply_pairs(k, keys, count)) return;
-    }
-    floats_.load_q(row_, plan_.head_stride);
-    gather_rows(k, keys, count, floats_.keys, floats_.stride);
-    multiply_loaded(floats_, count, 0);
-    if (tries_pairs_) pairs_->has_q = false;
+    multiply_rows(count, 0, [&](const auto& of) HWY_ATTR {
+      gather_rows(k, keys, count, of.keys, of.stride);
+    });
   }
-  /// Multiplies floats with the rows begin + i of `k`; the products are kept at index
-  /// first_kept + i.
+  /// The same with the rows begin + i of `k`; the products are kept at index first_kept + i.
   void multiply_range(const Tensor& k, std::int64_t begin, std::int64_t count,
                       std::int64_t first_kept) {
-    floats_.load_q(row_, plan_.head_stride);
-    load_rows(k, begin, count, floats_.keys, floats_.stride);
-    multiply_loaded(floats_, count, first_kept);
+    multiply_rows(count, first_kept,
+                  [&](const auto& of) HWY_ATTR { load_rows(k, begin, count, of.keys, of.stride); });
   }
   const RowProductsPlan& plan() const { return plan_; }
   std::int64_t heads() const { return plan_.heads; }
@@ -148,14 +142,26 @@ class RowProducts {
   }
 
  private:
+  /// Multiplies with keys that load_keys(operands) packs.
+  template <class LoadKeys>
+  void multiply_rows(std::int64_t count, std::int64_t first_kept, const LoadKeys& load_keys) {
+    if constexpr (kMultipliesPairs) {
+      if (tries_pairs_ && multiply_pairs(count, first_kept, load_keys)) return;
+    }
+    floats_.load_q(row_, plan_.head_stride);
+    load_keys(floats_);
+    multiply_loaded(floats_, count, first_kept);
+    if (tries_pairs_) pairs_->has_q = false;
+  }
   /// Returns false, and has kept nothing, if denormals could occur.
-  bool multiply_pairs(const Tensor& k, const std::int32_t* keys, std::int64_t count) {
+  template <class LoadKeys>
+  bool multiply_pairs(std::int64_t count, std::int64_t first_kept, const LoadKeys& load_keys) {
     floats_.has_q = false;
     pairs_->load_q(row_, plan_.head_stride);
-    gather_rows(k, keys, count, pairs_->keys, pairs_->stride);
+    load_keys(*pairs_);
     const float least_key = least_magnitude(pairs_->keys, pairs_->stride, count, pairs_->depth);
     if (!have_normal_products(least_q_, least_key)) return false;
-    multiply_loaded(*pairs_, count, 0);
+    multiply_loaded(*pairs_, count, first_kept);
     return true;
   }
   template <class Element>

@@ -5,6 +5,9 @@
 // computed once if lse is given or if those of a whole window fit into the workspace, else
 // recomputed once lse is known. Backward turns the windows of a chunk of rows into index lists with
 // d_scores, for which index_gradient computes the gradients.
+//
+// Kernel `simd` multiplies floats. Kernel `avx512_bf16` multiplies pairs of bf16, but floats for a
+// row and a block of keys whose products could be denormal.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -14,6 +17,7 @@
 #include "core/refusals.h"
 #include "core/threads.h"
 #include "core/view.h"
+#include "cpu/bf16_pairs.h"
 #include "cpu/index_gradient.h"
 #include "cpu/plan.h"
 #include "cpu/simd.h"
@@ -38,8 +42,10 @@ struct DenseRowPlan {
   std::int64_t keys;  // upper bound of the window length
 
   template <class Args>
-  DenseRowPlan(const Args& args, std::int64_t kept_keys)
-      : attention(args.q, kept_keys), index(args.index_q), keys(args.index_k.shape[0]) {}
+  DenseRowPlan(const Args& args, bool with_pairs, std::int64_t kept_keys)
+      : attention(args.q, kept_keys), index(args.index_q), keys(args.index_k.shape[0]) {
+    attention.with_pairs = index.with_pairs = with_pairs;
+  }
 
   std::size_t bytes() const {
     return attention.bytes() + index.bytes() + 3 * Scratch::bytes<float>(keys) +
@@ -50,11 +56,13 @@ struct DenseRowPlan {
 
 /// Keeps the products of whole windows from lse to target if half of the workspace limit has room
 /// for them on every lane.
-inline DenseRowPlan plan_dense_row(const DenseIndexLossForward& args, const Execution& execution) {
-  if (args.lse_given) return DenseRowPlan(args, 0);
-  const DenseRowPlan keeps_all(args, args.index_k.shape[0]);
+inline DenseRowPlan plan_dense_row(const DenseIndexLossForward& args, bool with_pairs,
+                                   const Execution& execution) {
+  const DenseRowPlan keeps_none(args, with_pairs, 0);
+  if (args.lse_given) return keeps_none;
+  const DenseRowPlan keeps_all(args, with_pairs, args.index_k.shape[0]);
   const std::size_t bytes = keeps_all.bytes() * static_cast<std::size_t>(thread_count(execution));
-  return bytes <= execution.workspace_limit / 2 ? keeps_all : DenseRowPlan(args, 0);
+  return bytes <= execution.workspace_limit / 2 ? keeps_all : keeps_none;
 }
 
 }  // namespace winnow::cpu
@@ -213,12 +221,14 @@ namespace {
 
 /// Backward works on a chunk of query rows at a time.
 struct DenseBackwardPlan {
+  bool with_pairs;
   std::int64_t width;     // slots of an index list
   std::int64_t rows = 1;  // in a chunk
   DenseRowPlan row;
   std::size_t min_bytes;  // the smallest workspace limit that suffices
 
-  DenseBackwardPlan(const DenseIndexLossBackward& args, const Execution& execution);
+  DenseBackwardPlan(const DenseIndexLossBackward& args, bool with_pairs,
+                    const Execution& execution);
 
   std::size_t row_bytes() const {
     return Scratch::bytes<std::int32_t>(width) + Scratch::bytes<float>(width) +
@@ -270,11 +280,14 @@ IndexGradientPlan gradient_plan(const DenseIndexLossBackward& args, const DenseB
   return IndexGradientPlan(
       chunk_of(args, plan, args.d_index_k, 0, std::min(plan.rows, args.q.shape[0]),
                Scratch(nullptr, plan.list_bytes())),
-      false, rest);
+      plan.with_pairs, rest);
 }
 
-DenseBackwardPlan::DenseBackwardPlan(const DenseIndexLossBackward& args, const Execution& execution)
-    : width(std::max<std::int64_t>(args.index_k.shape[0], 1)), row(args, 0) {
+DenseBackwardPlan::DenseBackwardPlan(const DenseIndexLossBackward& args, bool with_pairs,
+                                     const Execution& execution)
+    : with_pairs(with_pairs),
+      width(std::max<std::int64_t>(args.index_k.shape[0], 1)),
+      row(args, with_pairs, 0) {
   const std::size_t others = std::max(row.bytes(), gradient_plan(args, *this, execution).min_bytes);
   min_bytes = row_bytes() + others;
   const std::size_t limit = execution.workspace_limit;
@@ -288,36 +301,17 @@ DenseBackwardPlan::DenseBackwardPlan(const DenseIndexLossBackward& args, const E
 HWY_EXPORT(dense_forward_row);
 HWY_EXPORT(dense_gradient_row);
 
-std::string why_not(const DenseIndexLossForward& args, const Execution& execution) {
-  if (args.q.dtype == DType::f64) return refusal::no_f64;
-  return over_limit(DenseRowPlan(args, 0).bytes(), execution);
-}
+namespace {
 
-std::size_t workspace_bytes(const DenseIndexLossForward& args, const Execution& execution) {
-  return all_lanes_bytes(execution, plan_dense_row(args, execution).bytes());
-}
-
-void run(const DenseIndexLossForward& args, const Execution& execution) {
-  const DenseRowPlan plan = plan_dense_row(args, execution);
+void run_rows(const DenseIndexLossForward& args, bool with_pairs, const Execution& execution) {
+  const DenseRowPlan plan = plan_dense_row(args, with_pairs, execution);
   parallel_for(execution, args.q.shape[0], plan.bytes(), [&](std::int64_t t, Scratch scratch) {
     HWY_DYNAMIC_DISPATCH(dense_forward_row)(args, plan, t, scratch);
   });
 }
 
-std::string why_not(const DenseIndexLossBackward& args, const Execution& execution) {
-  if (args.q.dtype == DType::f64) return refusal::no_f64;
-  return over_limit(DenseBackwardPlan(args, execution).min_bytes, execution);
-}
-
-std::size_t workspace_bytes(const DenseIndexLossBackward& args, const Execution& execution) {
-  const DenseBackwardPlan plan(args, execution);
-  const Execution rest = after_lists(execution, plan);
-  return KeySums::bytes(args.d_index_k) + plan.list_bytes() +
-         std::max(all_lanes_bytes(rest, plan.row.bytes()), gradient_plan(args, plan, rest).bytes);
-}
-
-void run(const DenseIndexLossBackward& args, const Execution& execution) {
-  const DenseBackwardPlan plan(args, execution);
+void run_chunks(const DenseIndexLossBackward& args, bool with_pairs, const Execution& execution) {
+  const DenseBackwardPlan plan(args, with_pairs, execution);
   const KeySums d_index_k(args.d_index_k, execution);
   const Execution rest = after_lists(d_index_k.rest, plan);
   const IndexGradientPlan gradient = gradient_plan(args, plan, rest);
@@ -337,6 +331,49 @@ void run(const DenseIndexLossBackward& args, const Execution& execution) {
     index_gradient(chunk, gradient, rest);
   }
   d_index_k.finish();
+}
+
+}  // namespace
+
+std::string why_not(const DenseIndexLossForward& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  return over_limit(DenseRowPlan(args, false, 0).bytes(), execution);
+}
+std::string why_not_pairs(const DenseIndexLossForward& args) {
+  return why_not_pairs_of(args.q.dtype);
+}
+
+std::size_t workspace_bytes(const DenseIndexLossForward& args, const Execution& execution) {
+  return all_lanes_bytes(execution, plan_dense_row(args, false, execution).bytes());
+}
+
+void run(const DenseIndexLossForward& args, const Execution& execution) {
+  run_rows(args, false, execution);
+}
+void run_pairs(const DenseIndexLossForward& args, const Execution& execution) {
+  run_rows(args, true, execution);
+}
+
+std::string why_not(const DenseIndexLossBackward& args, const Execution& execution) {
+  if (args.q.dtype == DType::f64) return refusal::no_f64;
+  return over_limit(DenseBackwardPlan(args, false, execution).min_bytes, execution);
+}
+std::string why_not_pairs(const DenseIndexLossBackward& args) {
+  return why_not_pairs_of(args.q.dtype);
+}
+
+std::size_t workspace_bytes(const DenseIndexLossBackward& args, const Execution& execution) {
+  const DenseBackwardPlan plan(args, false, execution);
+  const Execution rest = after_lists(execution, plan);
+  return KeySums::bytes(args.d_index_k) + plan.list_bytes() +
+         std::max(all_lanes_bytes(rest, plan.row.bytes()), gradient_plan(args, plan, rest).bytes);
+}
+
+void run(const DenseIndexLossBackward& args, const Execution& execution) {
+  run_chunks(args, false, execution);
+}
+void run_pairs(const DenseIndexLossBackward& args, const Execution& execution) {
+  run_chunks(args, true, execution);
 }
 
 }  // namespace winnow::cpu
