@@ -469,7 +469,13 @@ TEST(LargeNumbers, GradientsOfTheIndexerAreFiniteWhereThoseOfPairsWouldNotBe) {
     scale_rows(large_product.q, 8, 0, 1, -60);
     Indexer infinite = with_two_keys();  // where the product is not positive
     infinite.d_scores[1] = kInfinity;
-    for (const Indexer& ix : {large_weight, large_d_score, large_product, infinite})
+    Indexer large_sums = with_two_keys();  // of q and k, which overflow in another order
+    large_sums.k = {1.25, 0, -1, 1.5, -1.875, 0, 0, 0, -1.25, 0, 1, -1.5, 1.875, 0, 0, 0};
+    large_sums.weights = {0x1p-60};
+    large_sums.d_scores = {0x1p-20, 0x1p-20};
+    scale_rows(large_sums.q, 8, 0, 1, 64);
+    scale_rows(large_sums.k, 8, 0, 1, 63);
+    for (const Indexer& ix : {large_weight, large_d_score, large_product, infinite, large_sums})
       expect_close(ix, backward(ix, execution), backward(ix, on(Backend::reference)));
   });
 }

@@ -245,9 +245,11 @@ inline bool query_gradient_of_pairs(const IndexTopkBackward& args, const IndexGr
   for (slots.next_block(block); block.count > 0; slots.next_block(block)) {
     gather_rows(args.k, block.keys, block.count, row.keys, row.key_stride);
     const float least_key = least_magnitude(row.keys, row.key_stride, block.count, row.depth);
+    const float largest_key = largest_magnitude(row.keys, row.key_stride, block.count, row.depth);
     const std::span<const float> d_scores(block.d_scores, static_cast<std::size_t>(block.count));
     if (!have_normal_products(least_key, std::min(least_q, least_magnitude(d_scores))) ||
-        !have_finite_sums(largest_magnitude(d_scores), 1))
+        !have_finite_sums(largest_key, largest_q) ||
+        !have_finite_sums(largest_key, largest_magnitude(d_scores)))
       return false;
     multiply(KMajor<Bf16Pair>{row.keys, row.key_stride}, block.count, row.q, plan.head_stride,
              plan.heads, row.depth,
@@ -259,8 +261,6 @@ inline bool query_gradient_of_pairs(const IndexTopkBackward& args, const IndexGr
              plan.row_stride, plan.dim, elements_of<Bf16Pair>(block.count),
              AddTo{row.d_q.data(), plan.row_stride});
   }
-  // A key that is not finite shows in all heads, since 0 times it is NaN.
-  if (!is_finite(row.d_q)) return false;
   store_gradients(args, plan, t, row, [&](std::int64_t h) { return row.weights[h]; });
   return true;
 }

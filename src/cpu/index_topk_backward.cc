@@ -9,10 +9,10 @@
 // Second pass: a task is one range of keys. It recomputes g from the records and adds the rows of
 // the product g q to d_k, one query row after another.
 //
-// Kernel `simd` multiplies floats. Kernel `avx512_bf16` multiplies pairs of bf16. Of g it rounds
-// one factor to bf16 and multiplies the sum by the other: in d_q of a head that is the weight, in
-// d_k of a key d_score. Rows in which denormals, which count as 0 in products of pairs, or
-// infinities could occur are multiplied as floats.
+// Kernel `simd` multiplies floats. Kernel `avx512_bf16` multiplies pairs of bf16. One factor of g
+// is rounded to bf16 and summed, d_score in d_q and the weight in d_k; the other one multiplies the
+// sum. Rows in which denormals, which count as 0 in products of pairs, or infinities could occur
+// are multiplied as floats.
 #include <algorithm>
 #include <bit>
 #include <optional>
@@ -202,7 +202,7 @@ IndexGradientPlan::IndexGradientPlan(const IndexTopkBackward& args, bool with_pa
       row_stride(padded_stride(dim)),
       head_stride(padded_stride(heads)),
       sign_bytes(HWY_DYNAMIC_DISPATCH(sign_bytes_of)(heads)) {
-  // Few ranges, since each converts every query row that has a key in it to fp32; but enough for
+  // Few ranges, since each loads every query row that has a key in it; but enough for
   // all threads, and small enough that a range of d_k stays in cache: 1 MiB at dim 128.
   constexpr std::int64_t kMinKeys = 64, kMaxKeys = 2048, kMaxRanges = 256;
   const std::int64_t keys = args.k.shape[0];

@@ -133,7 +133,8 @@ bool differentiate_row(const SparseAttentionBackward& args, const Records& recor
       const float least_key = least_magnitude(row.keys, key_stride, block, row.depth);
       if (!have_normal_products(least_factor, least_key)) return false;
       for (std::int64_t i = 0; i < block; ++i) {
-        row.key_magnitudes[i] = largest_magnitude(row.keys + i * key_stride, 0, 1, row.depth);
+        row.key_magnitudes[i] =
+            largest_magnitude(row.keys + i * key_stride, key_stride, 1, row.depth);
         largest_key = std::max(largest_key, row.key_magnitudes[i]);
       }
       values = row.key_pairs;
