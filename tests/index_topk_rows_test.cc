@@ -196,11 +196,15 @@ TEST(IndexTopkReplay, GivesTheScoresOfTheSelection) {
     const Selected chosen = select(ix, execution);
     ix.indices = chosen.indices;
     const Values scores = replay(ix, execution);
+    // One kernel of cuda does both; of others the sums over heads may differ in their order.
+    const bool is_same_kernel =
+        execution.kernel != nullptr && std::string_view(execution.kernel) == "general";
     for (std::int64_t t = 0; t < ix.tokens; ++t) {
       const double error = harness::score_limit(ix.dtype).value * plain_scores(ix, t).scale;
       for (std::int64_t j = 0; j < ix.topk; ++j) {
         if (j < chosen.lengths[t]) {
-          EXPECT_NEAR(scores[t * ix.topk + j], chosen.scores[t * ix.topk + j], error);
+          EXPECT_NEAR(scores[t * ix.topk + j], chosen.scores[t * ix.topk + j],
+                      is_same_kernel ? 0 : error);
         } else {
           EXPECT_EQ(scores[t * ix.topk + j], -kInfinity);
         }

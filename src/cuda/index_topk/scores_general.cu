@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scores of index_topk for every shape and type, from compute capability 8.0 on; and replay, which
 // is the same for keys from a list. bf16, f16 and e4m3 use the tensor cores, f32 fp32 arithmetic.
-#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -18,7 +18,7 @@ template <class T, int kTiles>
 using ScoresOf =
     std::conditional_t<std::is_same_v<T, float>, Fp32Scores, TensorCoreScores<T, kTiles>>;
 
-// Replay has one row a list: two tiles at a time keep all warps busy.
+// Replay has one row a list: the tensor cores' warps are busy with two tiles at a time.
 constexpr int kReplayTiles = 2;
 constexpr int kPartSlots = kReplayTiles * kTileKeys;
 
@@ -61,11 +61,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (std::int64_t item = blockIdx.x; item < replay.tokens * replay.parts; item += gridDim.x) {
     const std::int64_t t = item / replay.parts;
     const int first_tile = static_cast<int>(item % replay.parts) * kReplayTiles;
+    const int tiles = (replay.topk + kTileKeys - 1) / kTileKeys;
     const int length = replay.lengths == nullptr ? replay.topk : replay.lengths[t];
     const Listed keys{replay.indices + t * replay.indices_stride, min(length, replay.topk),
                       max(replay.begin[t], 0), min(replay.end[t], replay.keys)};
     float* const of_row = replay.scores + t * replay.scores_stride;
-    scores.run({t, 1}, {first_tile, first_tile + kReplayTiles}, keys,
+    scores.run({t, 1}, {first_tile, min(first_tile + kReplayTiles, tiles)}, keys,
                [&](int, int tile, int i, float score, bool adds) {
                  const std::int64_t slot = std::int64_t{tile} * kTileKeys + i;
                  if (slot >= replay.topk) return;

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "cuda/index_topk/parameters.cuh"
-#include "cuda/index_topk/scores_general/keys.cuh"
+#include "cuda/index_topk/scores_general/tiles.cuh"
 
 namespace winnow::cuda::index_topk::general {
 
@@ -17,7 +17,7 @@ class Fp32Scores {
   static constexpr int kThreadHeads = kHeads * kTileKeys / kThreads;
 
  public:
-  static constexpr int kBlocksPerSm = 4;
+  static constexpr int kBlocksPerSm = 2;
 
   struct SharedStorage {
     // Padded by four banks, so that neighbouring keys do not conflict.
@@ -67,7 +67,7 @@ class Fp32Scores {
     __syncthreads();  // all threads are done with the query's rows
     float* const halves = &shared_.query[0][0];
     if (threadIdx.x >= kTileKeys) halves[threadIdx.x - kTileKeys] = sum;
-    __syncthreads();
+    __syncthreads();  // the other heads' sums are there
     return sum + halves[threadIdx.x % kTileKeys];
   }
 
@@ -75,7 +75,7 @@ class Fp32Scores {
   __device__ void load(std::int64_t t, int head, int channel, std::int64_t first,
                        const Keys& keys) {
     const int width = min(kChannels, inputs_.dim - channel);
-    __syncthreads();
+    __syncthreads();  // all threads are done with the rows before
     if (channel != loaded_) {
       const float* const k = static_cast<const float*>(inputs_.k);
       for (int i = threadIdx.x; i < kTileKeys * width; i += kThreads) {
@@ -96,7 +96,7 @@ class Fp32Scores {
       shared_.weights[threadIdx.x] =
           h < inputs_.heads ? inputs_.weights[t * inputs_.weights_stride + h] : 0.0f;
     }
-    __syncthreads();
+    __syncthreads();  // the rows are there
   }
 
   __device__ void multiply(float (&products)[kThreadHeads], int width) {

@@ -23,9 +23,11 @@
 #include <cstdint>
 #include <type_traits>
 
+#include <cuda_fp8.h>
+
 #include "cuda/common/mma.cuh"
 #include "cuda/index_topk/parameters.cuh"
-#include "cuda/index_topk/scores_general/keys.cuh"
+#include "cuda/index_topk/scores_general/tiles.cuh"
 
 namespace winnow::cuda::index_topk::general {
 
@@ -35,6 +37,7 @@ class TensorCoreScores {
   static constexpr int kChannels = 128;  // of a row in shared memory
   static constexpr int kPieceChannels = 8;
   static constexpr int kPieces = kChannels / kPieceChannels;  // of a row, 16 bytes each
+  static constexpr int kSteps = kChannels / 16;               // of a product
   static constexpr int kBlockHeads = 32;                      // columns of a warp's accumulator
   static constexpr int kPassHeads = 128;                      // of a row, at a time
   static constexpr int kWarpKeys = 32;
@@ -61,8 +64,9 @@ class TensorCoreScores {
       : inputs_(inputs), shared_(shared) {}
 
   /// Calls store(row, tile, i, score, adds) for every row and every key i of each tile: with its
-  /// score, or anything where there is no key. Where `adds` is true the score is to be added to
-  /// what the same thread stored there before: heads beyond the first kPassHeads.
+  /// score, or anything where there is no key; with two tiles at a time also for one behind the
+  /// last. Where `adds` is true the score is to be added to what the same thread stored there
+  /// before: heads beyond the first kPassHeads.
   template <class Keys, class Store>
   __device__ void run(const Rows& rows, const Tiles& tiles, const Keys& keys, const Store& store) {
     if (tiles.first >= tiles.end) return;
@@ -105,12 +109,12 @@ class TensorCoreScores {
   __device__ void run_pass(const Pass& pass, const Tiles& tiles, const Keys& keys,
                            const Store& store) {
     const int slices = (inputs_.dim + kChannels - 1) / kChannels;
+    Piece pieces[kKeyLoads];
+    load_keys(pieces, keys, tiles.first, 0);
     if (slices == 1) {
       __syncthreads();  // all warps are done with the heads of the pass before
       load_heads(pass, 0);
     }
-    Piece pieces[kKeyLoads];
-    load_keys(pieces, keys, tiles.first, 0);
     Products products;
     for (int tile = tiles.first; tile < tiles.end; tile += kTiles) {
       for (int slice = 0; slice < slices; ++slice) {
@@ -119,7 +123,7 @@ class TensorCoreScores {
                           // slice
         store_keys(pieces);
         if (slices > 1) load_heads(pass, slice * kChannels);
-        __syncthreads();
+        __syncthreads();  // the keys and heads of the slice are there
         load_fragments_of_keys();
         const int next = is_last ? tile + kTiles : tile;
         if (next < tiles.end) load_keys(pieces, keys, next, is_last ? 0 : (slice + 1) * kChannels);
@@ -321,8 +325,6 @@ class TensorCoreScores {
     const float sent = has_second_m ? of_half[0] : of_half[1];
     return kept + __shfl_xor_sync(0xffffffffu, sent, 2);
   }
-
-  static constexpr int kSteps = kChannels / 16;  // of a product
 
   const ScoreInputs& inputs_;
   SharedStorage& shared_;

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the general scores of index_topk are computed of: some query rows, and tiles of the keys
+// What the general scores of index_topk are computed from: some query rows, and tiles of the keys
 // that they see, one after another or from a list.
 #pragma once
 
 #include <cstdint>
-
-#include <cuda_fp8.h>
 
 #include "cuda/index_topk/plan.cuh"
 
@@ -24,7 +22,8 @@ struct Tiles {
   int first, end;
 };
 
-// key(i) is the row of key i, counted from the first tile's first, or negative where there is none.
+// key(i) is the row of key i, counted from the first key of tile 0, or negative where there is
+// none.
 struct Neighbours {
   std::int64_t first;
   int keys;
