@@ -105,8 +105,7 @@ class Gpu {
  public:
   static Gpu& instance();
 
-  static constexpr int kMultiprocessors = 4;               // few, but enough for two clusters
-  static constexpr std::size_t kSharedBytes = 227 * 1024;  // of a block, opted in
+  static constexpr int kMultiprocessors = 4;  // few, but enough for two clusters
 
   Memory memory;
   /// By its name in PTX, such as cudaGraphSetConditional.

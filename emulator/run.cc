@@ -5,14 +5,14 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "emulator/model.h"
 #include "emulator/warp.h"
 
 namespace winnow::emulator {
 namespace {
 
-constexpr unsigned kMostThreads = 2048;  // of a multiprocessor
-constexpr unsigned kMostBlocks = 2;      // of a multiprocessor, fewer than on a GPU to save memory
-constexpr int kMostInstructions = 256;   // of a turn
+constexpr unsigned kMostBlocks = 2;     // of a multiprocessor, fewer than on a GPU to save memory
+constexpr int kMostInstructions = 256;  // of a turn
 
 std::uint64_t seed() {
   const char* const text = std::getenv("WINNOW_EMULATOR_SEED");
@@ -145,9 +145,10 @@ void GridRun::run() {
       std::uint64_t{grid.blocks[0]} * grid.blocks[1] * grid.blocks[2] / cluster;
   const std::size_t shared =
       function.info.static_shared_bytes + grid.dynamic_shared_bytes + kSharedBegin;
-  const unsigned by_threads = std::max(kMostThreads / product(grid.threads), 1u);
-  const auto by_memory =
-      static_cast<unsigned>(std::max<std::size_t>((Gpu::kSharedBytes + kSharedBegin) / shared, 1));
+  const unsigned by_threads =
+      std::max(static_cast<unsigned>(model().resident_threads) / product(grid.threads), 1u);
+  const auto by_memory = static_cast<unsigned>(
+      std::max<std::size_t>((model().shared_bytes + kSharedBegin) / shared, 1));
   const unsigned resident = Gpu::kMultiprocessors * std::min({by_threads, by_memory, kMostBlocks});
   while (true) {
     while (next_ < clusters && (resident_.empty() || resident_.size() + cluster <= resident)) {

@@ -43,9 +43,9 @@ int rank_of(PtxText& ptx) {
   if (at == std::string_view::npos) return 0;
   const std::string_view rest = ptx.text.substr(at + kTarget.size());
   const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), ptx.capability);
-  if (error != std::errc{} || ptx.capability > kCapability) return 0;
+  if (error != std::errc{} || ptx.capability > model().capability()) return 0;
   const bool specific = end != rest.data() + rest.size() && (*end == 'a' || *end == 'f');
-  if (specific && (*end != 'a' || ptx.capability != kCapability)) return 0;
+  if (specific && (*end != 'a' || ptx.capability != model().capability())) return 0;
   return 2 * ptx.capability + (specific ? 1 : 0);
 }
 

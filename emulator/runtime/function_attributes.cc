@@ -15,8 +15,8 @@ constexpr int kRegisters = 64;  // of a thread; a guess, since PTX does not say
 int resident_blocks(const FunctionInfo& about, int threads, std::size_t dynamic_bytes) {
   const std::size_t bytes = kReservedSharedBytes + about.static_shared_bytes + dynamic_bytes;
   const int threads_of_warps = (threads + 31) / 32 * 32;
-  return std::min({kMostResidentBlocks, kMostResidentThreads / threads_of_warps,
-                   static_cast<int>(kResidentSharedBytes / bytes)});
+  return std::min({model().resident_blocks, model().resident_threads / threads_of_warps,
+                   static_cast<int>(resident_shared_bytes() / bytes)});
 }
 
 }  // namespace
@@ -45,7 +45,7 @@ cudaError_t cudaFuncSetAttribute(const void* handle, cudaFuncAttribute attribute
     Kernel& kernel = find_kernel(handle);
     if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return;  // about time
     const std::size_t fixed = info(kernel.function()).static_shared_bytes;
-    require(value >= 0 && static_cast<std::size_t>(value) + fixed <= Gpu::kSharedBytes);
+    require(value >= 0 && static_cast<std::size_t>(value) + fixed <= model().shared_bytes);
     kernel.allowed_shared_bytes = static_cast<std::size_t>(value);
   });
 }

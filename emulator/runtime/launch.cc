@@ -41,7 +41,7 @@ Grid checked(const Kernel& kernel, const FunctionInfo& info, const LaunchShape& 
   // The blocks of a cluster that run together are neighbours along x.
   require(grid.cluster[1] == 1 && grid.cluster[2] == 1, cudaErrorNotSupported);
   require(shape.shared_bytes <= kernel.most_dynamic_bytes() &&
-          shape.shared_bytes + info.static_shared_bytes <= Gpu::kSharedBytes);
+          shape.shared_bytes + info.static_shared_bytes <= model().shared_bytes);
   return grid;
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one device, and what it says of itself.
 #include <algorithm>
-#include <cstring>
+#include <string>
 
 #include "emulator/runtime/device.h"
 #include "emulator/runtime/errors.h"
@@ -16,9 +16,9 @@ constexpr int kCacheBytes = 4 << 20;  // a small one: benchmarks write over all 
 int attribute_of(cudaDeviceAttr which) {
   switch (which) {
     case cudaDevAttrComputeCapabilityMajor:
-      return kMajor;
+      return model().major;
     case cudaDevAttrComputeCapabilityMinor:
-      return kMinor;
+      return model().minor;
     case cudaDevAttrMultiProcessorCount:
       return Gpu::kMultiprocessors;
     case cudaDevAttrMaxGridDimX:
@@ -26,7 +26,7 @@ int attribute_of(cudaDeviceAttr which) {
     case cudaDevAttrMaxSharedMemoryPerBlock:
       return kSharedBytesNotOptedIn;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      return Gpu::kSharedBytes;
+      return static_cast<int>(model().shared_bytes);
     case cudaDevAttrUnifiedAddressing:
       return 1;
     case cudaDevAttrL2CacheSize:
@@ -74,20 +74,21 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
     require(properties != nullptr);
     require_device(device);
     *properties = {};
-    std::strcpy(properties->name, "emulated GPU (sm_90)");
-    properties->major = kMajor;
-    properties->minor = kMinor;
+    const std::string name = "emulated GPU (" + std::string(model().name) + ")";
+    std::ranges::copy(name, properties->name);
+    properties->major = model().major;
+    properties->minor = model().minor;
     properties->totalGlobalMem = LockedGpu()->memory.capacity();
     properties->multiProcessorCount = Gpu::kMultiprocessors;
     properties->warpSize = 32;
     properties->maxThreadsPerBlock = kMostThreads;
-    properties->maxThreadsPerMultiProcessor = kMostResidentThreads;
-    properties->maxBlocksPerMultiProcessor = kMostResidentBlocks;
+    properties->maxThreadsPerMultiProcessor = model().resident_threads;
+    properties->maxBlocksPerMultiProcessor = model().resident_blocks;
     std::ranges::copy(kMostThreadsAlong, properties->maxThreadsDim);
     std::ranges::copy(kMostBlocksAlong, properties->maxGridSize);
     properties->sharedMemPerBlock = kSharedBytesNotOptedIn;
-    properties->sharedMemPerBlockOptin = Gpu::kSharedBytes;
-    properties->sharedMemPerMultiprocessor = kResidentSharedBytes;
+    properties->sharedMemPerBlockOptin = model().shared_bytes;
+    properties->sharedMemPerMultiprocessor = resident_shared_bytes();
     properties->reservedSharedMemPerBlock = kReservedSharedBytes;
     properties->regsPerBlock = kRegisters;
     properties->regsPerMultiprocessor = kRegisters;
@@ -98,6 +99,6 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
     properties->asyncEngineCount = 1;
     properties->memoryPoolsSupported = 1;
     properties->canMapHostMemory = 1;
-    properties->clusterLaunch = 1;
+    properties->clusterLaunch = model().major >= 9 ? 1 : 0;
   });
 }
