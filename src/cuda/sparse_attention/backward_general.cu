@@ -2,7 +2,8 @@
 // Sparse attention, backward, for every shape in bf16, f16 and f32, from compute capability 8.0 on,
 // and deterministically where that is asked for.
 //
-// By default one launch computes all gradients (backward_general/tile.cuh). A deterministic call
+// By default one launch computes all gradients (backward_general/tile.cuh, many_heads.cuh, or
+// wide.cuh where a GPU has too little shared memory for the first). A deterministic call
 // makes three kinds of launches: d_q; d_sink, a block a head; and piece by piece the terms of
 // slots, which common/key_sums.cu adds to d_kv. The scores are then computed twice, but a piece
 // need not hold whole rows.
@@ -15,6 +16,7 @@
 #include "cuda/common/runtime.h"
 #include "cuda/sparse_attention/backward_general/many_heads.h"
 #include "cuda/sparse_attention/backward_general/tile.cuh"
+#include "cuda/sparse_attention/backward_general/wide.cuh"
 #include "cuda/sparse_attention/kernels.h"
 
 namespace winnow::cuda {
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(kSinkThreads)
 // ---- The launchers.
 
 struct Tile {
-  int heads = 0;  // 0: there is too little shared memory
+  int heads = 0;
   int keys = 0;
   int stages = 0;
   std::size_t shared_bytes = 0;
@@ -65,8 +67,8 @@ std::size_t shared_bytes_of(const Tile& tile, int qk_dim, int v_dim) {
   return fixed + static_cast<std::size_t>(elements) * sizeof(T);
 }
 
-/// The tile with the most heads that fit, up to those for which a kernel has registers. It does not
-/// depend on the number of rows or keys.
+/// The tile with the most heads that fit, up to those for which a kernel has registers; where none
+/// fits, eight heads without a tile of keys. It does not depend on the number of rows or keys.
 template <class T>
 Tile choose_tile(const SparseAttentionBackward& args) {
   const std::int64_t heads = args.q.shape[1];
@@ -105,11 +107,14 @@ Tile choose_tile(const SparseAttentionBackward& args) {
     if (blocks(narrow) > 0) return narrow;
   }
   const Tile narrowest = with_bytes({16, 16, 1});
-  return narrowest.shared_bytes <= limit ? narrowest : Tile{};
-}
-
-Tile choose_tile(const SparseAttentionBackward& args) {
-  return args.q.dtype == DType::f32 ? choose_tile<float>(args) : choose_tile<__half>(args);
+  if (narrowest.shared_bytes <= limit) return narrowest;
+  using namespace sparse_attention::backward_general;
+  return {.heads = kWideHeads,
+          .keys = 16,
+          .stages = 1,
+          .shared_bytes = kWideHeads * qk_dim * sizeof(float),
+          .threads = kWideThreads,
+          .kernel = sparse_attention_backward_wide_kernel<T>};
 }
 
 using Kernel = void (*)(BackwardParameters);
@@ -292,7 +297,6 @@ std::size_t workspace_bytes(const SparseAttentionBackward& args, const Execution
 
 std::string why_not(const SparseAttentionBackward& args, const Execution& execution) {
   if (args.q.dtype == DType::f64) return refusal::no_f64;
-  if (choose_tile(args).heads == 0) return refusal::too_little_shared;
   return over_limit(plan_of(args, execution).bytes - key_copy_bytes(args.d_kv), execution);
 }
 

@@ -72,6 +72,30 @@ __device__ inline void add_four(float* to, const float4& x, bool aligned) {
   atomicAdd(to + 3, x.w);
 }
 
+/// The gradients of all keys, or the terms of an item's slots.
+__device__ inline float* first_gradient(const BackwardParameters& parameters, const Item& item) {
+  if (parameters.key_gradient == KeyGradient::added) return parameters.d_kv;
+  return parameters.d_kv + std::int64_t{item.row} * parameters.slots.slots * parameters.d_kv_stride;
+}
+/// Which of them a key adds to.
+__device__ inline std::int64_t gradient_row(const BackwardParameters& parameters, std::int32_t key,
+                                            std::int32_t slot) {
+  return parameters.key_gradient == KeyGradient::added ? key : slot;
+}
+/// Adds four neighbours to a gradient, or stores them, as parameters.key_gradient says.
+__device__ inline void emit_to_key(const BackwardParameters& parameters, float* to, float4 x) {
+  if (parameters.key_gradient == KeyGradient::added) {
+    add_four(to, x, parameters.d_kv_aligned);
+    return;
+  }
+  float4& term = *reinterpret_cast<float4*>(to);
+  if (parameters.key_gradient == KeyGradient::stored_too) {
+    const float4 before = term;
+    x = {before.x + x.x, before.y + x.y, before.z + x.z, before.w + x.w};
+  }
+  term = x;
+}
+
 /// Puts zeros into the columns from `dim` to `end`.
 template <class T, int kThreadCount>
 __device__ void clear_columns(T* tile, int rows, int stride, int dim, int end) {
@@ -144,15 +168,15 @@ struct Heads {
     const int lane = static_cast<int>(thread_number<kHeads>() % 32);
     const bool is_odd = lane % 2 != 0;
     const int column = first_column + (is_odd ? 8 : 0) + lane % 4 / 2 * 4;
-    float* const gradients = first_gradient();
+    float* const gradients = first_gradient(parameters, item);
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int key_row = first_key + i * 16 + row_in_block(lane, r * 2);
         const std::int32_t key = keys[key_row];
-        float* const to =
-            gradients + gradient_row(key, first_slot + key_row) * parameters.d_kv_stride;
+        float* const to = gradients + gradient_row(parameters, key, first_slot + key_row) *
+                                          parameters.d_kv_stride;
 #pragma unroll
         for (int n = 0; n < kColumns / 8; n += 2) {
           const float* const first = &sums[i][n][r * 2];
@@ -161,8 +185,9 @@ struct Heads {
           const float2 got = {__shfl_xor_sync(kAllLanes, is_odd ? first[0] : second[0], 1),
                               __shfl_xor_sync(kAllLanes, is_odd ? first[1] : second[1], 1)};
           if (key >= 0 && column + n * 8 < parameters.qk_dim) {
-            emit_key(to + column + n * 8, is_odd ? float4{got.x, got.y, own.x, own.y}
-                                                 : float4{own.x, own.y, got.x, got.y});
+            emit_to_key(
+                parameters, to + column + n * 8,
+                is_odd ? float4{got.x, got.y, own.x, own.y} : float4{own.x, own.y, got.x, got.y});
           }
         }
       }
@@ -241,30 +266,6 @@ struct Heads {
     } else {
       multiply_tile<kHeads, false, false>(c, a, kKeyStride, b, b_stride);
     }
-  }
-
-  /// The gradients of all keys, or the terms of this row's slots.
-  __device__ float* first_gradient() const {
-    if (parameters.key_gradient == KeyGradient::added) return parameters.d_kv;
-    return parameters.d_kv +
-           std::int64_t{item.row} * parameters.slots.slots * parameters.d_kv_stride;
-  }
-  /// Which of them a key adds to.
-  __device__ std::int64_t gradient_row(std::int32_t key, std::int32_t slot) const {
-    return parameters.key_gradient == KeyGradient::added ? key : slot;
-  }
-
-  __device__ void emit_key(float* to, float4 x) const {
-    if (parameters.key_gradient == KeyGradient::added) {
-      add_four(to, x, parameters.d_kv_aligned);
-      return;
-    }
-    float4& term = *reinterpret_cast<float4*>(to);
-    if (parameters.key_gradient == KeyGradient::stored_too) {
-      const float4 before = term;
-      x = {before.x + x.x, before.y + x.y, before.z + x.z, before.w + x.w};
-    }
-    term = x;
   }
 };
 
