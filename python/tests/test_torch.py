@@ -372,6 +372,40 @@ class TestTransforms:
         (expected,) = torch.autograd.grad(attention(q.requires_grad_()), q, direction)
         assert_near(jacobian.sum((0, 1, 2)), expected.to(f64), 1e-5)
 
+    def test_second_derivatives_are_refused_whatever_gradient_comes_in(self):
+        """That of a sum requires no gradient, and torch would take its derivative for 0."""
+        (q, kv, sink, w_v, *indexer), packing = inputs([5, 7])
+        model, weights = (q.detach(), kv.detach()), indexer[2]
+        selection = winnow.index_topk(*indexer, packing, topk=4)
+        replayed = winnow.index_topk(*indexer, packing, indices=selection.indices)
+        attention = winnow.sparse_attention(q, kv, selection, sink=sink)
+        loss = winnow.index_loss(selection, *model, attention.lse, scale=SCALE)
+        dense = winnow.dense_index_loss(*model, *indexer, packing, scale=SCALE)
+        for value, x in [
+            (selection.scores[-1].sum(), weights),
+            (replayed.scores[-1].sum(), weights),
+            (attention.out.sum(), q),
+            (attention.lse.sum(), q),
+            (winnow.value_projection(q[..., :8], w_v).sum(), w_v),
+            (loss, weights),
+            (dense, weights),
+        ]:
+            (d_x,) = torch.autograd.grad(value, x, create_graph=True)
+            with pytest.raises(RuntimeError, match="differentiate twice"):
+                d_x.square().sum().backward(retain_graph=True)
+
+    def test_a_gradient_with_a_graph_of_checkpointed_layers_is_right(self, call):
+        attention, q = call
+        out = checkpoint(attention, q.requires_grad_(), use_reentrant=False)
+        (d_q,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        (expected,) = torch.autograd.grad(attention(q).sum(), q)
+        assert_equal(d_q.detach(), expected)
+
+    def test_hessian_of_torch_autograd_is_refused(self, call):
+        attention, q = call
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            torch.autograd.functional.hessian(lambda q: attention(q).sum(), q)
+
 
 def loss_of_heads(first: int, last: int, group=None) -> tuple[Tensor, Tensor]:
     """The loss over the heads of all ranks, of which this one has [first, last), and d_weights."""

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from winnow import _lib
+from winnow._once_differentiable import once_differentiable
 from winnow.keys import Gathering, Keys
 
 _ops = torch.ops.winnow

@@ -8,9 +8,9 @@ error hold either way.
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from winnow._arguments import check_size
+from winnow._once_differentiable import once_differentiable
 from winnow.automodel_arguments import dense_rows, integers
 
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from winnow import ops  # noqa: F401  registers torch.ops.winnow
+from winnow._once_differentiable import once_differentiable
 
 _ops = torch.ops.winnow
 _CHUNK_BYTES = 512 << 20  # of folded queries and latent outputs
