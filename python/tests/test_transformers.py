@@ -221,6 +221,19 @@ def test_a_copy_of_an_enabled_model_is_its_own():
         assert not torch.equal(other(ids).logits, expected)
 
 
+@pytest.mark.parametrize("train_indexer", [False, True])
+def test_a_copy_of_an_enabled_model_can_be_disabled(train_indexer):
+    model, ids = made("glm_moe_dsa"), token_ids()
+    with torch.no_grad():
+        expected = model(ids).logits
+        with winnow.transformers.enabled(model, train_indexer=train_indexer):
+            other = copy.deepcopy(model)
+            winnow.transformers.disable(other)
+            assert torch.equal(other(ids).logits, expected)
+            assert model.config._attn_implementation == "winnow"
+        assert not hasattr(other, "winnow_losses")
+
+
 def test_a_mask_of_the_users_own_runs_as_eager(told):
     model, ids = made("deepseek_v32"), token_ids()
     causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() & (torch.rand(TOKENS) > 0.3)

@@ -32,7 +32,10 @@ __all__ = ["disable", "enable", "enabled"]
 
 _OLDEST = "5.18"
 _PATCHES = "_winnow_patches"
-_ABSENT = object()  # what an attribute was that did not exist
+
+
+class _Absent:
+    """What an attribute was that did not exist. A class, which copies of a model share."""
 
 
 def enable(model: nn.Module, *, train_indexer: bool = False) -> nn.Module:
@@ -69,7 +72,7 @@ def enable(model: nn.Module, *, train_indexer: bool = False) -> nn.Module:
     for module, replace in found:
         for part, name, function in replace(module):
             place = _place(part, name)
-            patches.append((part, name, part.__dict__.get(place, _ABSENT)))
+            patches.append((part, name, part.__dict__.get(place, _Absent)))
             setattr(part, place, MethodType(function, part))
         configs[id(module.config)] = module.config
     if train_indexer:
@@ -88,7 +91,7 @@ def disable(model: nn.Module) -> nn.Module:
             del part[name]
             continue
         place = _place(part, name)
-        if previous is not _ABSENT:
+        if previous is not _Absent:
             setattr(part, place, previous)
         elif place == name:
             delattr(part, name)
@@ -117,10 +120,10 @@ def _teach(model: nn.Module, parts: list[nn.Module]) -> list[tuple[Any, Any, Any
     after = model.register_forward_hook(teaching.end)
     model.winnow_losses = []
     return [
-        *((part, "winnow_teaching", _ABSENT) for part in set(parts)),
-        (model._forward_pre_hooks, before.id, _ABSENT),
-        (model._forward_hooks, after.id, _ABSENT),
-        (model, "winnow_losses", _ABSENT),
+        *((part, "winnow_teaching", _Absent) for part in set(parts)),
+        (model._forward_pre_hooks, before.id, _Absent),
+        (model._forward_hooks, after.id, _Absent),
+        (model, "winnow_losses", _Absent),
     ]
 
 
