@@ -134,6 +134,11 @@ class TestRowsWithoutAGroup:
         monkeypatch.setattr(winnow.Packing, "pool_rows", None)
         assert packing.own_keys(2) == 3 and packing.own_keys((1, 2)) == 10
 
+    def test_pools_are_where_the_offsets_are_whatever_the_default_device(self):
+        packing = winnow.Packing(offsets([3, 4]))
+        with torch.device("meta"):  # cuda, as a rule
+            assert packing.pool_rows(2).tolist() == [[0, 1], [3, 4], [5, 6]]
+
     @pytest.mark.parametrize("allow", [True, False])
     def test_fake_tensors_are_counted_too(self, allow):
         packing = winnow.Packing(offsets([3, 4]))

@@ -393,6 +393,22 @@ def test_ratios_in_a_list(two_ranks):
     two_ranks(_ratios_in_a_list)
 
 
+def _on_another_default_device() -> None:
+    cu_seqlens, x = offsets([12, 1]), torch.arange(13)
+    with torch.device("meta"):  # cuda, as a rule
+        packing = winnow.Packing(cu_seqlens, group=dist.group.WORLD, multiple=2)
+        keys = winnow.gather_keys(packing.shard(x), packing).whole
+        pools = winnow.gather_keys(packing.shard(x[:6], 2), packing, ratio=2).whole
+        empty = winnow.Packing(cu_seqlens[:1], group=dist.group.WORLD)
+    assert_equal(keys, x)
+    assert_equal(pools, x[:6])
+    assert empty.tokens == 0
+
+
+def test_the_default_device_changes_nothing(two_ranks):
+    two_ranks(_on_another_default_device)
+
+
 def _without_gradients() -> None:
     packing = BATCHES["even"].packing(group=dist.group.WORLD)
     leaves = _leaves(packing, BATCHES["even"].tokens, f32)

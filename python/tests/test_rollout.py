@@ -75,6 +75,15 @@ def test_every_row_has_the_keys_that_it_selected(packing, seed, as_array, paddin
             assert length == len(keys)
 
 
+def test_the_default_device_changes_nothing():
+    document, packing = rollout([5], 0, whole=True)[0], winnow.Packing(offsets([5]))
+    expected = Replay(document, packing).layer(1)
+    with torch.device("meta"):  # cuda, as a rule
+        replayed = Replay(document, packing).layer(1)
+    for a, b in zip(replayed, expected, strict=True):
+        assert_equal(a, b)
+
+
 def of_engine(indices: Tensor, begin: Tensor, end: Tensor, seed: int) -> Tensor:
     """[rows, 1, topk]: a selection of winnow as an engine returns it."""
     rows = []

@@ -48,7 +48,7 @@ def _even_layout(cp_group, rows: int, device: torch.device) -> Layout:
     """The layout in which every rank has `rows` rows."""
     ranks = Ranks(cp_group)
     begins = range(0, rows * ranks.size, rows) if rows else [0] * ranks.size
-    parts = [torch.arange(begin, begin + rows) for begin in begins]
+    parts = [torch.arange(begin, begin + rows, device="cpu") for begin in begins]
     return Layout(ranks, parts, device, "glm_dsa_cp_all_gather")
 
 

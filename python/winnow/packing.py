@@ -159,7 +159,7 @@ class Packing:
         check_size("Packing.pool_rows", "ratio", ratio, 2)
         if ratio not in self._pool_rows:
             first_rows = self._first_rows_of_pools(ratio)
-            rows = first_rows[:, None] + torch.arange(ratio)
+            rows = first_rows[:, None] + torch.arange(ratio, device="cpu")
             self._pool_rows[ratio] = rows.to(self.cu_seqlens.device)
         return self._pool_rows[ratio]
 

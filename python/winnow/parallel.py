@@ -114,16 +114,15 @@ class Layout:
         self.own = rows[ranks.rank].to(device)
         self.size = sum(map(len, rows))
         self._longest = max(map(len, rows))
-        places = torch.cat(
-            [rank * self._longest + torch.arange(len(own)) for rank, own in enumerate(rows)]
-        )
+        counts = [torch.arange(len(own), device="cpu") for own in rows]
+        places = torch.cat([rank * self._longest + count for rank, count in enumerate(counts)])
         order = torch.cat(rows).long()
         # Permutations from the buffer to the whole tensor and back; None if both are in order.
         self._to_whole = self._to_buffer = None
         if self._longest * ranks.size != self.size or not torch.equal(order, places):
             to_whole = torch.empty_like(order)
             to_whole[order] = places
-            to_buffer = torch.zeros(self._longest * ranks.size, dtype=torch.long)
+            to_buffer = torch.zeros(self._longest * ranks.size, dtype=torch.long, device="cpu")
             to_buffer[places] = order
             self._to_whole, self._to_buffer = to_whole.to(device), to_buffer.to(device)
 

@@ -52,7 +52,7 @@ class Replay:
             self._parts = [_checked("selections", selections)]
             _check_rows(self._parts[0], sum(lengths))
             given = lengths
-        self._find_rows(torch.tensor([*given, 0]))
+        self._find_rows(torch.tensor([*given, 0], device="cpu"))
 
     def layer(self, layer: int, *, ratio: int = 1) -> IndexList:
         """The keys that every row of this rank selected: ascending, then -1.

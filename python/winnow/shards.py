@@ -62,7 +62,7 @@ class Documents:
         pools = self.pools(ratio)
         begins = self.offsets[:-1].long().repeat_interleave(pools)
         first_pools = (pools.cumsum(0) - pools).repeat_interleave(pools)
-        return begins + ratio * (torch.arange(len(begins)) - first_pools)
+        return begins + ratio * (torch.arange(len(begins), device="cpu") - first_pools)
 
 
 class Shards:
@@ -75,7 +75,8 @@ class Shards:
         documents.check()
         offsets = documents.offsets.tolist()
         numbers, counts = _lib.shard_rows(offsets, tokens, ranks.size, sharding, multiple)
-        rows = torch.frombuffer(numbers, dtype=torch.int32) if tokens else torch.empty(0).int()
+        no_rows = torch.empty(0, dtype=torch.int32, device="cpu")  # not an array of 0 numbers
+        rows = torch.frombuffer(numbers, dtype=torch.int32) if tokens else no_rows
         self.rows = rows.split(counts)  # of every rank
         self.ranks, self.documents, self.tokens = ranks, documents, tokens
         self._multiple = multiple
@@ -109,8 +110,8 @@ class Shards:
                 " has whole pools"
             )
         first_rows = self.documents.first_rows_of_pools(ratio)
-        pool_that_begins = torch.full((self.tokens,), -1)
-        pool_that_begins[first_rows] = torch.arange(len(first_rows))
+        pool_that_begins = torch.full((self.tokens,), -1, device="cpu")
+        pool_that_begins[first_rows] = torch.arange(len(first_rows), device="cpu")
         pools = pool_that_begins.index_select(0, torch.cat(self.rows))
         counts = [int((own >= 0).sum()) for own in pools.split([len(rows) for rows in self.rows])]
         return pools[pools >= 0].split(counts)
