@@ -147,6 +147,13 @@ class TestRowsWithoutAGroup:
             with pytest.raises(ValueError, match=r"^gather_keys: x \[4, 8\]: must have 3 rows"):
                 winnow.gather_keys(torch.ones(4, 8), packing, ratio=2)
 
+    def test_fake_offsets_have_no_numbers(self):
+        with FakeTensorMode():
+            packing = winnow.Packing(offsets([3, 4]), tokens=7)
+            assert packing.windows(2).end.shape == (7,)
+            assert packing.own_keys(2) is None and packing.own_keys() == 7
+            assert winnow.gather_keys(torch.ones(3, 8), packing, ratio=2).whole.shape == (3, 8)
+
     @pytest.mark.parametrize(
         ("ratio", "error", "text"),
         [

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from winnow._arguments import Array, check_size, optional_tensor, tensor
 from winnow.parallel import Layout, Ranks, check_group
@@ -17,6 +18,13 @@ class Windows(NamedTuple):
 
     begin: Tensor  # [tokens]  int32
     end: Tensor  # [tokens]  int32
+
+
+def _readable(offsets: Tensor) -> bool:
+    """Whether the host can read them without waiting for a GPU. What Dynamo traces has no numbers,
+    nor have fake tensors."""
+    compiling = torch.compiler.is_compiling()
+    return not compiling and offsets.is_cpu and not isinstance(offsets, FakeTensor)
 
 
 class Packing:
@@ -85,12 +93,12 @@ class Packing:
         self._windows = {1: self._make_windows(tokens, 1)}
 
     def _check_documents(self, tokens: int) -> None:
-        """Refuses documents that reach past the given rows. Offsets on a device are not read, nor
-        are those that Dynamo traces: their rows past the last one do not exist."""
+        """Refuses documents that reach past the given rows, where that can be seen: rows past the
+        last one do not exist."""
         name, ends = "cu_seqlens", self.cu_seqlens
         if self.cu_seqlens_padded is not None:
             name, ends = "cu_seqlens_padded", self.cu_seqlens_padded
-        if torch.compiler.is_compiling() or not ends.is_cpu or ends.dim() != 1 or not len(ends):
+        if not _readable(ends) or ends.dim() != 1 or not len(ends):
             return
         if ends[-1] > tokens:
             raise ValueError(
@@ -212,7 +220,7 @@ class Packing:
         """The number of pools of all documents, if it can be had without waiting for a GPU."""
         if ratio in self._pool_rows:
             return len(self._pool_rows[ratio])
-        if torch.compiler.is_compiling() or not self.cu_seqlens.is_cpu:
+        if not _readable(self.cu_seqlens):
             return None
         # Of numbers, since the tensors that FakeTensorMode computes have none.
         return sum((end - begin) // ratio for begin, end in pairwise(self.cu_seqlens.tolist()))
