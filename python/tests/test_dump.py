@@ -127,6 +127,8 @@ def test_bad_words_are_refused_by_name(tmp_path):
         winnow.dump("/none/x")
     with pytest.raises(FileNotFoundError, match="path '': must be a file in a folder"):
         winnow.dump("")
+    with pytest.raises(IsADirectoryError, match="path '.*': must be a file, not a folder"):
+        winnow.dump(tmp_path)
     with pytest.raises(ValueError, match="call -1: must be at least 0"):
         winnow.dump(file, call=-1)
     with pytest.raises(ValueError, match="operator 'attention': must be one of"):

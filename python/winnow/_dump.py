@@ -135,6 +135,8 @@ class dump(TorchDispatchMode):
             raise FileNotFoundError(
                 f"dump: path {str(path)!r}: must be a file in a folder that exists"
             )
+        if self.path.is_dir():  # files with its name would stand beside it
+            raise IsADirectoryError(f"dump: path {str(path)!r}: must be a file, not a folder")
         self.files: list[Path] = []
         self._seen: dict[str, int] = {}
 
