@@ -2,6 +2,8 @@
 """winnow.transformers against the models' own eager attention, on tiny models of every family."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -232,6 +234,26 @@ def test_a_copy_of_an_enabled_model_can_be_disabled(train_indexer):
             assert torch.equal(other(ids).logits, expected)
             assert model.config._attn_implementation == "winnow"
         assert not hasattr(other, "winnow_losses")
+
+
+def test_a_pickled_model_is_enabled_in_another_process(tmp_path, family):
+    model, ids = fresh(family), token_ids()
+    file = tmp_path / "model.pt"
+    with torch.no_grad(), winnow.transformers.enabled(model):
+        torch.save((model, ids, model(ids).logits), file)
+    with torch.no_grad():
+        eager = model(ids).logits
+    code = f"""
+import torch
+model, ids, expected = torch.load({str(file)!r}, weights_only=False)
+torch.set_num_threads(1)
+with torch.no_grad():
+    assert torch.equal(model(ids).logits, expected)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    other, *_ = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        assert torch.equal(winnow.transformers.disable(other)(ids).logits, eager)
 
 
 def test_a_mask_of_the_users_own_runs_as_eager(told):

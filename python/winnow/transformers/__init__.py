@@ -15,6 +15,7 @@ docs/transformers.md lists families and versions, and what runs as in eager atte
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -32,6 +33,10 @@ __all__ = ["disable", "enable", "enabled"]
 
 _OLDEST = "5.18"
 _PATCHES = "_winnow_patches"
+
+# Here, since an enabled model that pickle has loaded is not enabled again.
+AttentionInterface.register("winnow", attention)
+AttentionMaskInterface.register("winnow", padding_mask)
 
 
 class _Absent:
@@ -65,15 +70,14 @@ def enable(model: nn.Module, *, train_indexer: bool = False) -> nn.Module:
             f"enable: model is a {type(model).__name__}: must have layers of"
             f" {', '.join(sorted(FAMILIES))}"
         )
-    AttentionInterface.register("winnow", attention)
-    AttentionMaskInterface.register("winnow", padding_mask)
     patches: list[tuple[Any, str, Any]] = []
     configs = {}
     for module, replace in found:
         for part, name, function in replace(module):
             place = _place(part, name)
             patches.append((part, name, part.__dict__.get(place, _Absent)))
-            setattr(part, place, MethodType(function, part))
+            # Not a MethodType, which pickle takes for the class's method of that name.
+            setattr(part, place, partial(function, part))
         configs[id(module.config)] = module.config
     if train_indexer:
         patches += _teach(model, [part for part, *_ in patches])

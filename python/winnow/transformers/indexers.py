@@ -7,6 +7,7 @@ and only scores and selection are replaced.
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -160,41 +161,39 @@ def _half_split_last(self, hidden_states, q_resid, position_embeddings) -> tuple
     return _rotated(self, q, k, rotate, position_embeddings, last=True)
 
 
-def _low_rank(queries_and_keys: Callable) -> Callable:
+def _low_rank(
+    queries_and_keys: Callable,
+    self,
+    hidden_states: Tensor,
+    q_resid: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor,
+    position_ids: Tensor,
+    past_key_values: Any = None,
+) -> Tensor:
     """The forward of an indexer whose queries come from the attention's low-rank queries."""
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        q_resid: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        past_key_values: Any = None,
-    ) -> Tensor:
-        if not is_padding_mask(attention_mask):
-            warn_once(OWN_MASK)
-            return type(self).forward(
-                self,
-                hidden_states,
-                q_resid,
-                position_embeddings,
-                attention_mask,
-                position_ids,
-                past_key_values,
-            )
-        with learning(self):
-            hidden_states, q_resid = hidden_states.detach(), q_resid.detach()
-            q, k = queries_and_keys(self, hidden_states, q_resid, position_embeddings)
-            inputs = IndexInputs(q, k, _weights(self, hidden_states))
-            return select(self, inputs, attention_mask, position_ids, past_key_values)
-
-    return forward
+    if not is_padding_mask(attention_mask):
+        warn_once(OWN_MASK)
+        return type(self).forward(
+            self,
+            hidden_states,
+            q_resid,
+            position_embeddings,
+            attention_mask,
+            position_ids,
+            past_key_values,
+        )
+    with learning(self):
+        hidden_states, q_resid = hidden_states.detach(), q_resid.detach()
+        q, k = queries_and_keys(self, hidden_states, q_resid, position_embeddings)
+        inputs = IndexInputs(q, k, _weights(self, hidden_states))
+        return select(self, inputs, attention_mask, position_ids, past_key_values)
 
 
-deepseek_v32 = axk2 = _low_rank(_half_split)
-glm_moe_dsa = _low_rank(_interleaved)
-hy_v4 = _low_rank(_half_split_last)
+# No closures, which pickle does not take.
+deepseek_v32 = axk2 = partial(_low_rank, _half_split)
+glm_moe_dsa = partial(_low_rank, _interleaved)
+hy_v4 = partial(_low_rank, _half_split_last)
 
 
 def mistral_large4(
