@@ -256,6 +256,14 @@ with torch.no_grad():
         assert torch.equal(winnow.transformers.disable(other)(ids).logits, eager)
 
 
+def test_another_attention_implementation_of_an_enabled_model_is_refused(family):
+    model = fresh(family)
+    with winnow.transformers.enabled(model):
+        model.set_attn_implementation("eager")
+        with pytest.raises(RuntimeError, match="implementation is 'eager', but the model is enab"):
+            model(token_ids())
+
+
 def test_a_mask_of_the_users_own_runs_as_eager(told):
     model, ids = made("deepseek_v32"), token_ids()
     causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() & (torch.rand(TOKENS) > 0.3)

@@ -17,6 +17,11 @@ from winnow.transformers.warn import warn_once
 
 def latent_keys(module: nn.Module, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
     """`expand_kv` of an attention module: hands latents and rope keys over as they are."""
+    if (implementation := module.config._attn_implementation) != "winnow":
+        raise RuntimeError(
+            f"winnow.transformers: the attention implementation is {implementation!r}, but the"
+            " model is enabled: it must be 'winnow' until the model is disabled"
+        )
     return latent, rope
 
 
