@@ -27,3 +27,15 @@ def test_a_compiled_model_gives_the_same_logits(family, backend):
             compiled = torch.compile(model, fullgraph=True, backend=backend)
             actual = compiled(ids, attention_mask=mask, use_cache=False).logits
         assert (actual - expected)[mask.bool()].abs().max() < LIMIT
+
+
+def test_a_compiled_model_has_the_same_losses_of_indexers():
+    model, ids = made("deepseek_v32", with_experts=False), token_ids()
+    torch.compiler.reset()
+    with winnow.transformers.enabled(model, train_indexer=True):
+        expected = model(ids, labels=ids, use_cache=False).loss
+        losses = [loss.item() for loss in model.winnow_losses]
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        actual = compiled(ids, labels=ids, use_cache=False).loss
+        assert (actual - expected).abs() < LIMIT
+        assert [x.item() for x in model.winnow_losses] == pytest.approx(losses, rel=1e-4)

@@ -242,3 +242,13 @@ def test_programs_in_the_documentation_run():
     assert programs
     for program in programs:
         exec(compile(program, "transformers.md", "exec"), {})
+
+
+def test_a_model_can_be_copied_after_a_step():
+    model = made("glm_moe_dsa")
+    with winnow.transformers.enabled(model, train_indexer=True):
+        model(ids(), use_cache=False)
+        other = copy.deepcopy(model)
+        assert all(loss.requires_grad for loss in model.winnow_losses)
+        assert [x.item() for x in other.winnow_losses] == [x.item() for x in model.winnow_losses]
+        assert not any(loss.requires_grad for loss in other.winnow_losses)

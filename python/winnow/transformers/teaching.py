@@ -52,6 +52,13 @@ class Selection:
         return by_row.sum() / counts.sum().clamp(min=1)
 
 
+class Losses(list[Tensor]):
+    """The losses of a forward. A copy has their values, since copy.deepcopy takes no graph."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Losses":
+        return Losses(loss.detach().clone() for loss in self)
+
+
 class Teaching:
     """What the layers of one model share while its forward runs."""
 
@@ -70,7 +77,8 @@ class Teaching:
                 "winnow.transformers: no indexing layer ran with gradients, so that no indexer is"
                 " trained: gradient checkpointing must have use_reentrant=False"
             )
-        model.winnow_losses = [selection.loss() for selection in selections]
+        # Of a list, since Dynamo makes no list from a generator.
+        model.winnow_losses = Losses([selection.loss() for selection in selections])
         if model.winnow_losses and getattr(output, "loss", None) is not None:
             losses = [x.to(output.loss.device) for x in model.winnow_losses]
             output.loss = output.loss + torch.stack(losses).sum()
