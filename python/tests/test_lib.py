@@ -17,6 +17,8 @@ from cases import Random, assert_equal, bf16, f64
 import winnow
 from winnow import _lib
 
+ANOTHER = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
+
 
 def loss_call(random: Random, rows: int = 3, **changes) -> dict:
     call = {
@@ -280,6 +282,21 @@ def test_a_library_of_another_version_is_refused(tmp_path):
     done = python(code, PYTHONPATH=str(tmp_path), WINNOW_LIBRARY=_lib.path)
     differ = f"version {winnow.__version__} (here 9.9.9), Execution 72 (here 64)"
     assert f"does not belong to this package: {differ}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("library", "told"),
+    [
+        ("/none/libwinnow.so", "cannot be loaded from /none/libwinnow.so: /none/libwinnow.so: "),
+        (__file__, f"cannot be loaded from {__file__}: {__file__}: "),
+        (ANOTHER, f"{ANOTHER} is not libwinnow.so; WINNOW_LIBRARY can name it"),
+    ],
+    ids=["no_file", "no_library", "another_library"],
+)
+def test_a_library_that_cannot_be_loaded_is_an_import_error(library, told):
+    code = "import sys; sys.modules['torch'] = None; import winnow._lib"
+    last = python(code, WINNOW_LIBRARY=library).stderr.splitlines()[-1]
+    assert last.startswith("ImportError: ") and told in last
 
 
 class TestHostFunctions:

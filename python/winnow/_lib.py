@@ -231,7 +231,12 @@ def _find() -> str:
 def _load() -> tuple[ctypes.CDLL, dict[str, Operator]]:
     """Loads the library and its operators; checks that version and struct sizes match."""
     path = _find()
-    lib = ctypes.CDLL(path)
+    try:
+        lib = ctypes.CDLL(path)
+    except OSError as error:  # names what is missing: the file, or a library that it needs
+        raise ImportError(f"libwinnow.so cannot be loaded from {path}: {error}") from None
+    if not hasattr(lib, "winnow_version"):
+        raise ImportError(f"{path} is not libwinnow.so; WINNOW_LIBRARY can name it")
     lib.winnow_version.restype = lib.winnow_last_error.restype = ctypes.c_char_p
     lib.winnow_tensor_bytes.restype = lib.winnow_execution_bytes.restype = ctypes.c_size_t
     lib.winnow_operators.restype = ctypes.POINTER(_OperatorEntry)
