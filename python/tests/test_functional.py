@@ -39,6 +39,7 @@ from hypothesis import strategies as st
 
 import winnow
 from winnow import reference
+from winnow._once_differentiable import once_differentiable
 
 sink_kinds = st.sampled_from([None, "normal", -math.inf, math.inf, 1e4])
 
@@ -155,6 +156,21 @@ class TestSparseAttention:
         (d_q,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             d_q.sum().backward()
+
+    def test_a_backward_of_one_gradient_is_differentiated_once(self):
+        class Double(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return 2 * x
+
+            @staticmethod
+            @once_differentiable
+            def backward(ctx, d_out):
+                return (2 * d_out,)
+
+        (x,) = leaves(Random(7).normal(3, 4))
+        (d_x,) = torch.autograd.grad(Double.apply(x).sum(), x, create_graph=True)
+        assert_equal(d_x, torch.full_like(x, 2.0))
 
     def test_deterministic_gradients_have_the_same_bits(self):
         random = Random(6)

@@ -77,6 +77,19 @@ class TestIndexLoss:
         for a, b in zip(gradients, exact, strict=True):
             assert_near(a, b)
 
+    def test_second_derivatives_of_scores_are_refused(self):
+        random = Random(12)
+        inputs = random.normal(6, 2, 8), random.normal(6, 8), random.normal(6, 2)
+        q, kv = random.normal(6, 2, 16), random.normal(6, 16)
+        selection = winnow.index_topk(*inputs, winnow.Packing(offsets([6])), topk=4)
+        lse = winnow.sparse_attention(q, kv, selection.indices).lse
+
+        def loss(scores):
+            return winnow.index_loss(selection._replace(scores=scores), q, kv, lse, scale=0.25)
+
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            torch.autograd.functional.hessian(loss, selection.scores)
+
     def test_attention_gets_no_gradient(self):
         random = Random(11)
         inputs = leaves(random.normal(6, 2, 8), random.normal(6, 8), random.normal(6, 2))

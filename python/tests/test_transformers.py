@@ -236,6 +236,7 @@ def test_a_copy_of_an_enabled_model_can_be_disabled(train_indexer):
         assert not hasattr(other, "winnow_losses")
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_pickled_model_is_enabled_in_another_process(tmp_path, family):
     model, ids = fresh(family), token_ids()
     file = tmp_path / "model.pt"

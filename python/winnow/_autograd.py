@@ -183,18 +183,24 @@ class ValueProjection(torch.autograd.Function):
         return d_out, d_w_v, None
 
 
-class IndexLoss(torch.autograd.Function):
+class _IndexLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scores, target, indices, lengths, run) -> Tensor:
+    def forward(ctx, scores, no_scores, target, indices, lengths, run) -> Tensor:
         loss, d_scores = _ops.index_loss(indices, lengths, scores, target, **forward_options(run))
-        ctx.save_for_backward(d_scores)
+        ctx.save_for_backward(d_scores, no_scores)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_loss):
-        (d_scores,) = ctx.saved_tensors
-        return d_loss[:, None] * d_scores, None, None, None, None
+        d_scores, _ = ctx.saved_tensors
+        return d_loss[:, None] * d_scores, None, None, None, None, None
+
+
+def index_loss(scores, target, indices, lengths, run) -> Tensor:
+    """The loss of each row. Backward needs no scores: of none of them, which take no memory, it has
+    the way back by which a second derivative is refused."""
+    return _IndexLoss.apply(scores, scores[:0].clone(), target, indices, lengths, run)
 
 
 class DenseIndexLoss(torch.autograd.Function):

@@ -18,7 +18,8 @@ _REFUSAL = (
 
 
 def once_differentiable(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """torch's decorator of this name, which refuses second derivatives here in every case.
+    """torch's decorator of this name, for a backward that returns a tuple, which refuses second
+    derivatives here in every case.
 
     torch's own does so only if an incoming gradient requires a gradient. That of `out.sum()` does
     not, and a gradient penalty or torch.autograd.functional.hessian would silently be 0.
@@ -28,7 +29,7 @@ def once_differentiable(backward: Callable[..., Gradients]) -> Callable[..., Gra
     @functools.wraps(backward)
     def refusing(ctx: Any, *gradients: Tensor | None) -> Gradients:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return once(ctx, *gradients)  # torch.compile refuses second derivatives itself
+            return once(ctx, *gradients)  # what AOTAutograd compiles is refused by itself
         ctx = _UnpackedOnce(ctx)
         with torch.no_grad():
             results = backward(ctx, *gradients)
@@ -36,8 +37,9 @@ def once_differentiable(backward: Callable[..., Gradients]) -> Callable[..., Gra
         # Edges to these, since torch.autograd.grad runs only what lies on the way to its inputs.
         sources = [x for x in given if x is not None and x.requires_grad]
         leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in results]
-        error = _functions.DelayedError(_REFUSAL, len(leaves) + len(sources))
-        return error(*leaves, *sources)[: len(leaves)]
+        # One output more than there may be, since of one alone it makes no tuple.
+        error = _functions.DelayedError(_REFUSAL, len(leaves) + len(sources) + 1)
+        return error(*leaves, *sources, None)[: len(leaves)]
 
     return refusing
 

@@ -378,7 +378,7 @@ def index_loss(  # type: ignore[misc]
         target = _index_target(selection, q, kv, lse, sink, target, scale, key_offset, run)
         if head_group is not None:
             torch.distributed.all_reduce(target, group=head_group)
-    loss = _autograd.IndexLoss.apply(scores, target, indices, lengths, run)
+    loss = _autograd.index_loss(scores, target, indices, lengths, run)
 
     def rows_that_count() -> Tensor:
         valid = (indices >= 0) & (scores != -math.inf)

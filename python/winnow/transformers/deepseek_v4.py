@@ -2,6 +2,7 @@
 """DeepSeek-V4: a sliding window and pools, by one sparse attention over [rows | pools]."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ def replacements(module: nn.Module) -> Iterator[tuple[nn.Module, str, Callable]]
     yield module, "forward", _attend
     if module.compressor is not None:
         indexer = getattr(module.compressor, "indexer", None)
-        yield module.compressor, "forward", _compress_all if indexer is None else _compress
+        # No closures, which pickle does not take.
+        compress = _compress_all if indexer is None else _compress
+        yield module.compressor, "forward", partial(_given_rows, compress)
         if indexer is not None:
-            yield indexer, "forward", _select
+            yield indexer, "forward", partial(_given_rows, _select)
 
 
 def _attend(
@@ -116,22 +119,24 @@ def _window(rows: Documents, window: int, keys: int, real: Tensor | None) -> Ten
     return torch.where(seen, slots - dropped, -1).int()
 
 
-def _given_rows(own: Callable) -> Callable:
+def _given_rows(
+    own: Callable,
+    self,
+    hidden_states,
+    q_residual,
+    position_ids,
+    past_key_values,
+    layer_idx,
+    rows=None,
+) -> Any:
     """A forward that takes rows and the layer of the cache; without rows, that of the class."""
-
-    def forward(
-        self, hidden_states, q_residual, position_ids, past_key_values, layer_idx, rows=None
-    ) -> Any:
-        given = hidden_states, q_residual, position_ids, past_key_values, layer_idx
-        if rows is None:  # attention runs as in eager
-            return type(self).forward(self, *given)
-        cache = None if past_key_values is None else past_key_values.layers[layer_idx]
-        return own(self, *given, rows, cache)
-
-    return forward
+    given = hidden_states, q_residual, position_ids, past_key_values, layer_idx
+    if rows is None:  # attention runs as in eager
+        return type(self).forward(self, *given)
+    cache = None if past_key_values is None else past_key_values.layers[layer_idx]
+    return own(self, *given, rows, cache)
 
 
-@_given_rows
 def _compress(
     self, hidden_states, q_residual, position_ids, past_key_values, layer_idx, rows, cache
 ) -> tuple[Tensor, Tensor]:
@@ -143,7 +148,6 @@ def _compress(
     return pools, selected
 
 
-@_given_rows
 def _compress_all(
     self, hidden_states, q_residual, position_ids, past_key_values, layer_idx, rows, cache
 ) -> tuple[Tensor, Tensor]:
@@ -154,7 +158,6 @@ def _compress_all(
     return pools, torch.where(slots < end, slots, -1).int()
 
 
-@_given_rows
 def _select(
     self, hidden_states, q_residual, position_ids, past_key_values, layer_idx, rows, cache
 ) -> Tensor:

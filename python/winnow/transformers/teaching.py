@@ -46,7 +46,7 @@ class Selection:
         indices, scores, target = (
             x.flatten(0, 1) for x in (self.indices, self.scores, self.target)
         )
-        by_row = _autograd.IndexLoss.apply(scores, target, indices, None, _RUN)
+        by_row = _autograd.index_loss(scores, target, indices, None, _RUN)
         valid = (indices >= 0) & (scores != -torch.inf)
         counts = (valid.sum(-1) >= 2) & (valid & (target > 0)).any(-1)
         return by_row.sum() / counts.sum().clamp(min=1)
