@@ -19,8 +19,8 @@ constexpr Model kModels[] = {{"sm_80", 8, 0, 163 * 1024, 2048, 32},
 const Model& model_of(std::string_view name) {
   const auto* const found = std::ranges::find(kModels, name, &Model::name);
   if (found != std::end(kModels)) return *found;
-  std::string error = "WINNOW_EMULATOR_GPU is ";
-  error.append(name).append(", but the models are");
+  std::string error = "WINNOW_EMULATOR_GPU is '";
+  error.append(name).append("', but the models are");
   for (const Model& one : kModels) error.append(" ").append(one.name);
   std::fprintf(stderr, "emulated GPU: %s\n", error.c_str());
   throw std::invalid_argument(error);

@@ -38,6 +38,7 @@ Grid checked(const Kernel& kernel, const FunctionInfo& info, const LaunchShape& 
             cudaErrorInvalidClusterSize);
   }
   require(product(grid.cluster) <= kMostBlocksOfCluster, cudaErrorInvalidClusterSize);
+  require(product(grid.cluster) == 1 || model().major >= 9, cudaErrorNotSupported);
   // The blocks of a cluster that run together are neighbours along x.
   require(grid.cluster[1] == 1 && grid.cluster[2] == 1, cudaErrorNotSupported);
   require(shape.shared_bytes <= kernel.most_dynamic_bytes() &&

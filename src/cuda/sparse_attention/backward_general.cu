@@ -110,8 +110,7 @@ Tile choose_tile(const SparseAttentionBackward& args) {
   if (narrowest.shared_bytes <= limit) return narrowest;
   using namespace sparse_attention::backward_general;
   return {.heads = kWideHeads,
-          .keys = 16,
-          .stages = 1,
+          .keys = 16,  // a split has 64 or more
           .shared_bytes = kWideHeads * qk_dim * sizeof(float),
           .threads = kWideThreads,
           .kernel = sparse_attention_backward_wide_kernel<T>};

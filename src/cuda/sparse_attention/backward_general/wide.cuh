@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sparse attention, backward, for rows whose tiles do not fit into the shared memory of a GPU: a
-// warp has one head, its rows of q and d_out and the sum of d_q in registers, and no key stays
-// anywhere.
+// warp has one head, its rows of q and d_out and the sum of d_q in registers, and loads every key.
 //
-// A block has eight heads of a query row and takes one key after another: every warp loads the key,
-// makes P and dS of its head by fp32 arithmetic and leaves its part of d_kv in shared memory; then
-// all threads add the eight parts, in order. The limit is the fp32 arithmetic, and the barriers.
+// A block has eight heads of a query row and takes one key after another: every warp makes P and dS
+// of its head by fp32 arithmetic and leaves its part of d_kv in shared memory; then all threads add
+// the eight parts, in order. The limit is the fp32 arithmetic, and the barriers.
 #pragma once
 
 #include <cmath>
@@ -17,7 +16,7 @@ namespace winnow::cuda::sparse_attention::backward_general {
 
 inline constexpr int kWideHeads = 8;
 inline constexpr int kWideThreads = kWideHeads * 32;
-inline constexpr int kLaneChannels = 1024 / 32;
+inline constexpr int kLaneChannels = 1024 / 32;  // of the widest row that the operator takes
 
 /// Channel i of those that a lane has.
 __device__ inline int channel_of(int i) { return i * 32 + static_cast<int>(threadIdx.x % 32); }
@@ -90,8 +89,10 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     const float of_keys =
         counts ? probability<T>(fmaf(product, parameters.scale, -constants.lse)) : 0;
     const KeyTerms terms = key_terms(parameters, constants, of_keys, d_p);
+    if (parameters.d_q != nullptr) {
 #pragma unroll
-    for (int i = 0; i < kLaneChannels; ++i) d_q[i] = fmaf(terms.d_s, k[i], d_q[i]);
+      for (int i = 0; i < kLaneChannels; ++i) d_q[i] = fmaf(terms.d_s, k[i], d_q[i]);
+    }
     if (parameters.key_gradient == KeyGradient::none) continue;
     __syncthreads();  // all have read the parts of the key before
 #pragma unroll
