@@ -38,7 +38,7 @@ def once_differentiable(backward: Callable[..., Gradients]) -> Callable[..., Gra
         sources = [x for x in given if x is not None and x.requires_grad]
         leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in results]
         # One output more than there may be, since of one alone it makes no tuple.
-        error = _functions.DelayedError(_REFUSAL, len(leaves) + len(sources) + 1)
+        error: Any = _functions.DelayedError(_REFUSAL, len(leaves) + len(sources) + 1)
         return error(*leaves, *sources, None)[: len(leaves)]
 
     return refusing
